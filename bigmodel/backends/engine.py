@@ -1,0 +1,93 @@
+"""What a backend does on one rank when it really trains.
+
+The loop around it (data, micro-batches, logging, checkpoints) is in `bigmodel.running`
+and the same for all; a backend only decides how weights, gradients and activations are
+held and moved.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigmodel.plans import Plan
+
+Batch = Any
+"""A tensor, or a tuple, list or dict of tensors whose first dimension is the samples."""
+
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+"""From parameters (or parameter groups) to an optimizer over them."""
+
+LossFunction = Callable[[Any, Batch], Tensor]
+"""From the model's output and the micro-batch to the mean loss, a scalar."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """All that an engine is built from, the same on every rank but for the device."""
+
+    plan: Plan
+    model: nn.Module
+    """The whole model with its initial weights, in fp32 and on the CPU."""
+    optimizer: OptimizerFactory
+    loss: LossFunction | None
+    """None: the model's own output holds the loss."""
+    clip_norm: float | None
+    """Largest global norm of the gradients; None: no clipping."""
+    device: torch.device
+    """Where this rank computes."""
+
+
+class AbstractEngine(ABC):
+    """One rank of a job. Every method is collective: all ranks call it together."""
+
+    @abstractmethod
+    def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """Run forward and backward of all micro-batches of one optimizer step.
+
+        Gradients end up as the mean over micro-batches and data-parallel ranks.
+
+        Args:
+            micro_batches: The micro-batches of this data-parallel rank, on the device.
+                Ranks of one pipeline are given the same ones.
+
+        Returns:
+            The mean loss over the micro-batches of this data-parallel rank, detached;
+            valid on every rank of a pipeline.
+        """
+
+    @abstractmethod
+    def update(self) -> Tensor | None:
+        """Clip, step the optimizer, and drop the gradients.
+
+        Returns:
+            The global norm of the gradients before clipping, the same on every rank;
+            None where clipping is off.
+        """
+
+    @abstractmethod
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Return the mean loss of a batch of this data-parallel rank, without training.
+
+        The model is in evaluation mode meanwhile and gradients are off.
+        """
+
+    @abstractmethod
+    def model_state(self) -> dict[str, Tensor]:
+        """Return the whole model's weights by the names they have in one process.
+
+        On rank 0 full tensors on the CPU; on the other ranks an empty dict.
+        """
+
+    @abstractmethod
+    def save(self, folder: str) -> None:
+        """Write weights and optimizer states of all ranks into a folder that exists."""
+
+    @abstractmethod
+    def load(self, folder: str) -> None:
+        """Read what `save` wrote under the same plan."""

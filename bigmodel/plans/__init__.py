@@ -1,0 +1,10 @@
+"""The waist of the library: what was decided, on plain frozen data."""
+
+from bigmodel.plans.batching import accumulation_for as accumulation_for
+from bigmodel.plans.batching import micro_batches as micro_batches
+from bigmodel.plans.mesh import Mesh as Mesh
+from bigmodel.plans.plan import Buckets as Buckets
+from bigmodel.plans.plan import Plan as Plan
+from bigmodel.plans.plan import Precision as Precision
+from bigmodel.plans.plan import RecomputePolicy as RecomputePolicy
+from bigmodel.plans.plan import Stages as Stages

@@ -1,0 +1,211 @@
+"""The Plan: all that must be decided before a model can be trained, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
+
+from bigmodel.errors import InvalidPlanError, Violation, raise_if_any
+from bigmodel.plans.mesh import Mesh
+
+Precision = Literal["fp32", "bf16", "autocast"]
+"""`fp32`; `bf16`: forward and backward in bfloat16 with master weights and optimizer
+states in fp32; `autocast`: weights and gradients in fp32, operators in bfloat16 where
+torch's autocast says so."""
+
+RecomputePolicy = Literal["none", "full"]
+"""What a unit keeps for its backward: `none` recomputes nothing, `full` keeps only the
+inputs of the unit and runs its forward again."""
+
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+RECOMPUTE_POLICIES: tuple[str, ...] = get_args(RecomputePolicy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """How a pipeline cuts the model and orders its work."""
+
+    schedule: str
+    """Name of the schedule: `gpipe`, `1f1b`."""
+    cuts: tuple[int, ...]
+    """Index in `Plan.units` of the first unit of every stage but the first. What comes
+    before the first unit (embeddings) belongs to the first stage, what comes after the
+    last one (norm, head, loss) to the last stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """Sizes of communication buffers, in the units of the library that owns them."""
+
+    ddp_megabytes: float = 25.0
+    """DDP `bucket_cap_mb` (MiB); torch's default is 25."""
+    ddp_gradient_views: bool = True
+    """DDP `gradient_as_bucket_view`: gradients live in the buckets."""
+    deepspeed_elements: int = 500_000_000
+    """DeepSpeed `reduce_bucket_size` and `allgather_bucket_size`, in elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One way of training one model on one number of ranks.
+
+    What can never be right is refused here. What is wrong for a model, a cluster or a
+    backend is found by `bigmodel.search` and returned as data.
+
+    Raises:
+        InvalidPlanError: Lists every field that can never be right.
+    """
+
+    backend: str
+    """Who trains: `ddp`, `fsdp2`, `deepspeed`, `pipeline`."""
+    mesh: Mesh = field(default_factory=Mesh)
+    micro_batch: int = 1
+    """Samples that one data-parallel rank reads in one forward."""
+    accumulation: int = 1
+    """Micro-batches per data-parallel rank and optimizer step."""
+    precision: Precision = "fp32"
+    optimizer: str = "adamw"
+    """Name in the table of optimizers, for the memory of its states."""
+    units: tuple[str, ...] = ()
+    """Module paths of the blocks in forward order; empty: found in the model."""
+    recompute: tuple[RecomputePolicy, ...] = ()
+    """Policy of every unit in `units`; empty: `none` for all."""
+    zero_stage: int = 0
+    """DeepSpeed ZeRO stage (1, 2, 3); 0 with other backends."""
+    reshard_after_forward: bool = True
+    """FSDP2: free gathered weights after forward (ZeRO-3) or keep them (ZeRO-2)."""
+    stages: Stages | None = None
+    """Pipeline cuts and schedule; None without a pipeline."""
+    buckets: Buckets = field(default_factory=Buckets)
+
+    def __post_init__(self) -> None:
+        raise_if_any(list(_violations(self)), InvalidPlanError)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.mesh.world
+
+    @property
+    def local_batch(self) -> int:
+        """Samples that one data-parallel rank reads per optimizer step."""
+        return self.micro_batch * self.accumulation
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.local_batch * self.mesh.data_parallel
+
+    def recomputes(self, unit: int) -> RecomputePolicy:
+        """Return the recompute policy of the unit with this index."""
+        return self.recompute[unit] if self.recompute else "none"
+
+    def stage_of(self, unit: int) -> int:
+        """Return the pipeline stage that holds the unit with this index."""
+        if self.stages is None:
+            return 0
+        return sum(cut <= unit for cut in self.stages.cuts)
+
+    def stage_units(self, stage: int) -> range:
+        """Return the indices of the units that a stage holds."""
+        cuts = self.stages.cuts if self.stages else ()
+        bounds = (0, *cuts, len(self.units))
+        return range(bounds[stage], bounds[stage + 1])
+
+    def describe(self) -> str:
+        """Say the plan in one line, as tables and logs print it."""
+        words = [self.backend]
+        if self.zero_stage:
+            words.append(f"ZeRO-{self.zero_stage}")
+        if self.mesh.shard > 1 and not self.zero_stage:
+            words.append("reshard" if self.reshard_after_forward else "no reshard")
+        if self.stages:
+            words.append(self.stages.schedule)
+        words.append(f"[{self.mesh}]")
+        words.append(f"micro-batch {self.micro_batch} x {self.accumulation}")
+        full = self.recompute.count("full")
+        if full:
+            share = "all" if full == len(self.recompute) else f"{full} units"
+            words.append(f"recompute {share}")
+        words.append(self.precision)
+        return " ".join(words)
+
+
+def _violations(plan: Plan):
+    for name in ("micro_batch", "accumulation"):
+        size = getattr(plan, name)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            yield Violation(
+                field=name, got=size, rule="it must be a whole number of at least 1"
+            )
+    if plan.precision not in PRECISIONS:
+        yield Violation(
+            field="precision",
+            got=plan.precision,
+            rule=f"it must be one of {', '.join(PRECISIONS)}",
+        )
+    if plan.zero_stage not in (0, 1, 2, 3):
+        yield Violation(
+            field="zero_stage", got=plan.zero_stage, rule="it must be 0, 1, 2 or 3"
+        )
+    unknown = [policy for policy in plan.recompute if policy not in RECOMPUTE_POLICIES]
+    if unknown:
+        yield Violation(
+            field="recompute",
+            got=unknown[0],
+            rule=f"a policy must be one of {', '.join(RECOMPUTE_POLICIES)}",
+        )
+    if plan.recompute and len(plan.recompute) != len(plan.units):
+        yield Violation(
+            field="recompute",
+            got=len(plan.recompute),
+            rule=f"it needs one policy for each of the {len(plan.units)} units",
+            cure="leave it empty to recompute nothing",
+        )
+    yield from _bucket_violations(plan.buckets)
+    yield from _stage_violations(plan)
+
+
+def _bucket_violations(buckets: Buckets):
+    for entry in fields(buckets):
+        size = getattr(buckets, entry.name)
+        if not isinstance(size, bool) and size <= 0:
+            yield Violation(
+                field=f"buckets.{entry.name}", got=size, rule="it must be positive"
+            )
+
+
+def _stage_violations(plan: Plan):
+    count = plan.mesh.pipeline
+    if plan.stages is None:
+        if count > 1:
+            yield Violation(
+                field="stages",
+                got=None,
+                rule=f"a mesh with {count} pipeline stages needs a schedule and cuts",
+                cure="set stages=Stages(schedule='1f1b', cuts=...)",
+            )
+        return
+    cuts = plan.stages.cuts
+    if len(cuts) != count - 1:
+        yield Violation(
+            field="stages.cuts",
+            got=cuts,
+            rule=f"{count} stages need {count - 1} cuts",
+        )
+    if count > len(plan.units):
+        yield Violation(
+            field="mesh.pipeline",
+            got=count,
+            rule=f"there cannot be more stages than units, and the plan names "
+            f"{len(plan.units)} units",
+            cure=f"use at most {max(len(plan.units), 1)} stages",
+        )
+    bounds = (0, *cuts, len(plan.units))
+    if any(low >= high for low, high in zip(bounds, bounds[1:], strict=False)):
+        yield Violation(
+            field="stages.cuts",
+            got=cuts,
+            rule=f"cuts must rise and lie between 1 and {len(plan.units) - 1}, "
+            "so that every stage holds a unit",
+        )
