@@ -20,7 +20,10 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def _collect(module: nn.Module, path: str, found: list[str]) -> None:
-    children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+    children = [
+        (f"{path}.{name}" if path else name, child)
+        for name, child in module.named_children()
+    ]
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         holders = sum(_holds_parameters(child) for _, child in children)
         if holders >= 2:

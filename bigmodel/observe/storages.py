@@ -1,0 +1,148 @@
+"""Following storages operator by operator: what appears, what goes, what is computed.
+
+A storage counts once, however many views look at it; it appears when an operator
+returns a tensor on it for the first time and goes when the last tensor, saved tensor or
+Python name lets go of it. Parameters, buffers and the batch are known beforehand and do
+not count.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bigmodel.observe.operators import RawOp, describe_operator
+
+Place = tuple[int, Literal["forward", "backward"]]
+"""Unit and phase in which something happened."""
+
+
+@dataclass(slots=True)
+class RawStorage:
+    """A storage that was seen."""
+
+    index: int
+    num_bytes: int
+    born: Place
+    died: Place | None = None
+    gradient: bool = False
+    boundary: bool = False
+    cast: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RawGradient:
+    """The gradient of a parameter was complete."""
+
+    param: str
+    elements: int
+
+
+RawEvent = tuple[Literal["born", "died"], RawStorage] | RawOp | RawGradient
+
+
+@dataclass(slots=True)
+class Recording:
+    """All events of one step, in order, by place."""
+
+    events: dict[Place, list[RawEvent]] = field(default_factory=dict)
+    storages: list[RawStorage] = field(default_factory=list)
+    first_use: dict[int, Place] = field(default_factory=dict)
+    """Where each known storage was read first, by its key."""
+
+
+class StorageFollower(TorchDispatchMode):
+    """Records the life of every storage while it is the innermost dispatch mode."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self.place: Place = (0, "forward")
+        self._known = {storage_key(tensor) for tensor in known}
+        self._live: dict[int, tuple[RawStorage, Any]] = {}
+        self._next: Place | None = None
+        self.enter((0, "forward"))
+
+    def enter(self, place: Place) -> None:
+        """Attribute what follows to another unit or phase."""
+        self.place = place
+        self._next = None
+        self.recording.events.setdefault(place, [])
+
+    def enter_with_next_operator(self, place: Place) -> None:
+        """Attribute to another place what follows from the next operator on.
+
+        What Python lets go of until then still belongs to where we are: a loop drops
+        the input of a block only after the block has returned.
+        """
+        self._next = place
+
+    def storage_of(self, tensor: torch.Tensor) -> RawStorage | None:
+        """Return the record of a tensor's storage; None when it does not count."""
+        entry = self._live.get(storage_key(tensor))
+        return entry[0] if entry else None
+
+    def gradient_ready(self, name: str, param: torch.Tensor) -> None:
+        """Record that the gradient of a parameter is complete."""
+        if param.grad is None:
+            return
+        storage = self.storage_of(param.grad)
+        if storage is not None:
+            storage.gradient = True
+        self.recording.events[self.place].append(RawGradient(name, param.numel()))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self._next is not None:
+            self.enter(self._next)
+        result = func(*args, **kwargs)
+        outputs = [
+            leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)
+        ]
+        inputs = [
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        ]
+        operator = describe_operator(func, inputs, outputs, args, kwargs)
+        if operator is not None:
+            self.recording.events[self.place].append(operator)
+        used = [key for key in map(storage_key, inputs) if key in self._known]
+        for key in used:
+            self.recording.first_use.setdefault(key, self.place)
+        cast = bool(used) and func is torch.ops.aten._to_copy.default
+        for output in outputs:
+            self._see(output, cast=cast)
+        return result
+
+    def _see(self, tensor: torch.Tensor, *, cast: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in self._known or storage.nbytes() == 0:
+            return
+        record = RawStorage(
+            index=len(self.recording.storages),
+            num_bytes=storage.nbytes(),
+            born=self.place,
+            cast=cast,
+        )
+        self.recording.storages.append(record)
+        self.recording.events[self.place].append(("born", record))
+        reference = weakref.ref(storage, lambda _, key=key: self._bury(key))
+        self._live[key] = (record, reference)
+
+    def _bury(self, key: int) -> None:
+        record, _ = self._live.pop(key)
+        record.died = self.place
+        self.recording.events[self.place].append(("died", record))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that tells live storages apart."""
+    return tensor.untyped_storage()._cdata

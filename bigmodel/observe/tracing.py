@@ -1,0 +1,230 @@
+"""Reading a model: one forward and backward on fake tensors for every micro-batch size.
+
+[Note: Three micro-batches]
+Every size on the tapes is an affine function of the micro-batch. Runs with 2 and 3
+samples give the function and one with 4 checks it. One sample is not used: a first
+dimension of 1 lets some copies be views.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bigmodel.errors import BigModelError, TracingError
+from bigmodel.models import ModelSpec
+from bigmodel.observe.assembly import LawError, assemble
+from bigmodel.observe.blocks import find_blocks
+from bigmodel.observe.boundaries import NotSkippableError, UnitBoundaries
+from bigmodel.observe.fake_model import fake_batch, fake_module
+from bigmodel.observe.huggingface import unpacked_sequences
+from bigmodel.observe.layout import Layout
+from bigmodel.observe.repetition import find_rows, without_repetition
+from bigmodel.observe.sample import describe_sample
+from bigmodel.observe.storages import Recording, StorageFollower
+from bigmodel.observe.target import Target, TargetOperators
+
+SIZES = (2, 3, 4)
+"""Micro-batches that are run; see [Note: Three micro-batches]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How to read a model."""
+
+    loss_of: Callable[[nn.Module, Any], torch.Tensor]
+    """Runs the model on a batch and returns the loss."""
+    recompute: Callable[[nn.Module], None]
+    """Makes a block keep only its inputs, as the engines do."""
+    precision: str
+    target: Target
+    name: str
+    source: str = ""
+
+
+@dataclass(slots=True)
+class _Subject:
+    """A fake model with its blocks, ready to be run."""
+
+    model: nn.Module
+    mode: FakeTensorMode
+    paths: tuple[str, ...]
+    blocks: list[nn.Module]
+    layout: Layout
+
+
+def trace_module(
+    source: nn.Module | Callable[[], nn.Module], batch: Any, reading: Reading
+) -> ModelSpec:
+    """Trace forward and backward of a model without allocating it.
+
+    Args:
+        source: The module (left as it is) or a factory for it.
+        batch: A sample batch; only shapes and types are read.
+        reading: What to run and for which device.
+
+    Raises:
+        TracingError: The model cannot be run on fake tensors; says where and why.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    dtype = torch.bfloat16 if reading.precision == "bf16" else None
+    if reading.precision in ("fp32", "autocast"):
+        dtype = torch.float32
+    model = fake_module(source, mode, dtype)
+    model.train()
+    subject = _subject(model, mode)
+    try:
+        return _trace(subject, batch, reading)
+    except NotSkippableError:
+        layout = subject.layout
+        full = replace(layout, rows=without_repetition(layout.rows))
+        return _trace(replace(subject, layout=full), batch, reading)
+
+
+def _subject(model: nn.Module, mode: FakeTensorMode) -> _Subject:
+    paths = find_blocks(model)
+    modules = dict(model.named_modules())
+    blocks = [modules[path] for path in paths]
+    layout = Layout(paths=paths, rows=find_rows(paths, blocks))
+    return _Subject(model=model, mode=mode, paths=paths, blocks=blocks, layout=layout)
+
+
+def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
+    recordings = {"none": [_record(subject, batch, size, reading) for size in SIZES]}
+    with _recomputing(subject.blocks, reading):
+        recordings["full"] = [
+            _record(subject, batch, size, reading) for size in SIZES[:2]
+        ]
+    try:
+        spec = assemble(subject.model, subject.layout, SIZES, recordings)
+    except LawError as error:
+        raise TracingError(
+            f"the model's operators change with the micro-batch ({error}), so its "
+            "memory has no law; make its shapes independent of the number of samples"
+        ) from error
+    return replace(
+        spec,
+        name=reading.name,
+        source=reading.source,
+        precision=reading.precision,
+        target=reading.target,
+        **describe_sample(batch),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One recorded step and what the hooks learned."""
+
+    recording: Recording
+    input_bytes: dict[int, int]
+    calls: tuple[int, ...]
+
+
+def _record(
+    subject: _Subject, batch: Any, samples: int, reading: Reading
+) -> StepRecord:
+    model, layout = subject.model, subject.layout
+    local = fake_batch(batch, samples, subject.mode)
+    known = (*model.parameters(), *model.buffers(), *_tensors(local))
+    follower = StorageFollower(known)
+    boundaries = UnitBoundaries(subject.blocks, layout, follower)
+    handles = [
+        parameter.register_post_accumulate_grad_hook(
+            lambda tensor, name=name: follower.gradient_ready(name, tensor)
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(unpacked_sequences())
+            stack.enter_context(subject.mode)
+            stack.enter_context(_target_operators(reading))
+            stack.enter_context(follower)
+            with torch.autocast(
+                "cpu", torch.bfloat16, enabled=reading.precision == "autocast"
+            ):
+                loss = reading.loss_of(model, local)
+            follower.enter((layout.count - 1, "backward"))
+            loss.backward()
+            del loss
+            follower.enter((layout.count, "backward"))
+    except (BigModelError, NotSkippableError):
+        raise
+    except Exception as error:
+        raise TracingError(_explain(error, type(model).__name__)) from error
+    finally:
+        boundaries.close()
+        for handle in handles:
+            handle.remove()
+        for parameter in model.parameters():
+            parameter.grad = None
+    return StepRecord(
+        follower.recording, dict(boundaries.input_bytes), tuple(boundaries.calls)
+    )
+
+
+@contextlib.contextmanager
+def _recomputing(blocks: Sequence[nn.Module], reading: Reading):
+    for block in blocks:
+        # Tensor.backward hides function modes from the forwards that it recomputes.
+        block.forward = _with_target_operators(block.forward, reading)
+        reading.recompute(block)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            # The replaced forward is an instance attribute that hides the method.
+            vars(block).pop("forward", None)
+
+
+def _target_operators(reading: Reading) -> contextlib.AbstractContextManager[Any]:
+    if reading.target == "cpu":
+        return contextlib.nullcontext()
+    return TargetOperators(autocast=reading.precision == "autocast")
+
+
+def _with_target_operators(forward: Callable[..., Any], reading: Reading):
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _target_operators(reading):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _explain(error: Exception, model: str) -> str:
+    """Say where in the user's model tracing failed, why, and what to do."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = ("/bigmodel/", "/torch/")
+    place = next(
+        (f for f in reversed(frames) if not any(part in f.filename for part in ours)),
+        frames[-1],
+    )
+    kind = type(error).__name__
+    cure = "check that the sample batch is what the model's forward expects"
+    if "DataDependent" in kind or "data-dependent" in str(error):
+        cure = (
+            "the model reads the values of tensors (.item(), a mask as a condition, "
+            "nonzero); there are no values while tracing: guard that code, or make the "
+            "shape independent of the data"
+        )
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else kind
+    return (
+        f"{model} could not be traced: {kind} in {place.name}, line {place.lineno} of "
+        f"{place.filename}: {reason}; {cure}"
+    )
