@@ -1,0 +1,216 @@
+"""Walking through a model's units as an engine does, writing tasks; shared by shadows.
+
+A shadow subclasses nothing: it passes hooks, the same ones in the same order as its
+engine has them. Pure: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bigmodel.models import OPTIMIZERS, Gradient, Param, Placed, Unit
+from bigmodel.plans import Plan
+from bigmodel.simulator import Costs, ProgramBuilder, Segment, Task
+from bigmodel.simulator.program import Stream
+from bigmodel.simulator.roofline import pass_seconds
+
+WEIGHTS = "weights"
+MASTERS = "fp32 master weights"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer states"
+BUFFERS = "buffers"
+BATCH = "batch"
+BUCKETS = "communication buckets"
+GATHERED = "gathered weights"
+STEP = "optimizer step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A unit on this rank, with its policy under the plan."""
+
+    placed: Placed
+    policy: str
+    receives_input: bool = False
+    """It is the first block of a later pipeline stage."""
+
+    @property
+    def unit(self) -> Unit:
+        """The unit's record."""
+        return self.placed.unit
+
+    @property
+    def label(self) -> str:
+        """What reports call the unit."""
+        return self.placed.path or f"({self.placed.role} the blocks)"
+
+
+def steps_of(plan: Plan, placed: Sequence[Placed]) -> tuple[Step, ...]:
+    """Return the units in forward order with the recompute policy of each."""
+    policies = dict(zip(plan.units, plan.recompute, strict=True)) if plan.recompute else {}
+    return tuple(Step(placed=p, policy=policies.get(p.path, "none")) for p in placed)
+
+
+def weight_bytes(plan: Plan) -> int:
+    """Return the bytes of one element of the weights that compute."""
+    return 2 if plan.precision == "bf16" else 4
+
+
+def communication(costs: Costs) -> Stream:
+    """Return the stream of collectives; gloo moves bytes with the computing cores."""
+    return "compute" if costs.cluster.device.kind == "cpu" else "communication"
+
+
+def scratch(costs: Costs, num_bytes: int) -> int:
+    """Return what a collective allocates for itself beside its input and output.
+
+    gloo's all-gather and reduce-scatter of one tensor work on a copy of the large side
+    (torch 2.13, measured with the CPU allocator's events); NCCL works in place.
+    """
+    return num_bytes if costs.cluster.device.kind == "cpu" else 0
+
+
+def trainable(steps: Sequence[Step]) -> list[Param]:
+    """Return the trained parameters of these units, tied ones once."""
+    return [p for step in steps for p in step.unit.owned() if p.trainable]
+
+
+def hold_inputs(builder: ProgramBuilder, costs: Costs, plan: Plan, steps) -> None:
+    """Hold what every engine keeps whole: the buffers and the batch of one step."""
+    builder.hold(BUFFERS, sum(step.unit.buffer_bytes for step in steps))
+    builder.hold(BATCH, costs.model.sample_bytes * plan.local_batch)
+
+
+def optimizer_state_bytes(plan: Plan, elements: float) -> int:
+    """Return the bytes of the fp32 states that the optimizer keeps."""
+    return int(OPTIMIZERS.get(plan.optimizer).states * elements * 4)
+
+
+def step_surge(plan: Plan, costs: Costs, elements: float, largest: float) -> int:
+    """Return the bytes that an optimizer's step holds for a moment.
+
+    Args:
+        plan: Names the optimizer.
+        costs: Says which device; CUDA takes the foreach form.
+        elements: Parameters that this rank steps.
+        largest: Elements of the largest one.
+    """
+    row = OPTIMIZERS.get(plan.optimizer)
+    if costs.cluster.device.kind == "cuda":
+        return int(row.foreach_copies * elements * 4)
+    return int(row.loop_copies * largest * 4)
+
+
+def step_seconds(plan: Plan, costs: Costs, elements: float) -> float:
+    """Return the seconds of an optimizer's step over this many parameters."""
+    row = OPTIMIZERS.get(plan.optimizer)
+    return pass_seconds(row.passes * elements * 4, costs.cluster.device)
+
+
+class Walk:
+    """Forward and backward of a rank's units.
+
+    Args:
+        plan: The plan.
+        costs: Segments of the units.
+        builder: The program that is written.
+        steps: The rank's units in forward order.
+    """
+
+    def __init__(
+        self, plan: Plan, costs: Costs, builder: ProgramBuilder, steps: Sequence[Step]
+    ) -> None:
+        self.plan = plan
+        self.costs = costs
+        self.builder = builder
+        self.steps = steps
+
+    def forward(
+        self,
+        name: str,
+        before: Callable[[int], tuple[int, ...]] | None = None,
+        after: Callable[[int], None] | None = None,
+    ) -> None:
+        """Write the forward of one micro-batch.
+
+        Args:
+            name: Of the micro-batch, for labels.
+            before: Called with the unit's index before its forward; returns the tasks
+                to wait for.
+            after: Called with the unit's index after its forward.
+        """
+        for index, step in enumerate(self.steps):
+            waits = before(index) if before else ()
+            segment = self._whole(step, "forward")
+            self._compute(segment, f"forward {name} {step.label}", waits)
+            if after:
+                after(index)
+        self._ends("forward_end", f"end of forward {name}")
+
+    def backward(
+        self,
+        name: str,
+        before: Callable[[int], tuple[int, ...]] | None = None,
+        after: Callable[[int], None] | None = None,
+        on_gradients: Callable[[tuple[Gradient, ...], int], None] | None = None,
+    ) -> None:
+        """Write the backward of one micro-batch, last unit first.
+
+        Args:
+            name: Of the micro-batch, for labels.
+            before: As for `forward`.
+            after: As for `forward`.
+            on_gradients: Called with the gradients that a task has completed, and the
+                index of the task; without it a unit's backward is one task.
+        """
+        for index in reversed(range(len(self.steps))):
+            step = self.steps[index]
+            waits = before(index) if before else ()
+            label = f"backward {name} {step.label}"
+            if on_gradients is None:
+                self._compute(self._whole(step, "backward"), label, waits)
+            else:
+                for segment in self._segments(step, "backward"):
+                    task = self._compute(segment, label, waits)
+                    waits = ()
+                    if segment.gradients:
+                        on_gradients(segment.gradients, task)
+            if after:
+                after(index)
+        self._ends("backward_end", f"end of backward {name}")
+
+    def _segments(self, step: Step, phase: str) -> tuple[Segment, ...]:
+        return self.costs.segments(
+            step.unit,
+            step.policy,
+            phase,
+            self.plan.micro_batch,
+            receives_input=step.receives_input,
+        )
+
+    def _whole(self, step: Step, phase: str) -> Segment:
+        return self.costs.whole(
+            step.unit,
+            step.policy,
+            phase,
+            self.plan.micro_batch,
+            receives_input=step.receives_input,
+        )
+
+    def _compute(self, segment: Segment, label: str, waits: tuple[int, ...]) -> int:
+        return self.builder.add(
+            Task(
+                label=label,
+                seconds=segment.seconds,
+                after=waits,
+                change=segment.change,
+                surge=segment.surge,
+            )
+        )
+
+    def _ends(self, phase: str, label: str) -> None:
+        for step in self.steps:
+            segment = self._whole(step, phase)
+            if segment.change:
+                self._compute(segment, label, ())

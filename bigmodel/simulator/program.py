@@ -1,0 +1,90 @@
+"""A Program: what one rank does in one optimizer step, as tasks on streams.
+
+[Note: Memory follows the order of issue]
+Tasks are listed in the order in which the host issues them, and memory is allocated and
+freed in that order: torch's allocators serve the host, whenever the device gets to the
+work. Time is different: a stream runs its tasks one after another, and a task waits for
+those it names. Live bytes therefore do not depend on seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Stream = Literal["compute", "communication", "pipeline", "host"]
+
+Holdings = tuple[tuple[str, int], ...]
+"""Bytes by who holds them; negative where they are let go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One piece of work, and what it does to memory."""
+
+    label: str
+    stream: Stream = "compute"
+    seconds: float = 0.0
+    after: tuple[int, ...] = ()
+    """Tasks of this program that must have ended before."""
+    change: Holdings = ()
+    """What is live after the task and was not before."""
+    surge: Holdings = ()
+    """What is live beyond the start of the task at its worst moment."""
+    sends: str | None = None
+    """Name of the message that is ready when the task ends."""
+    receives: str | None = None
+    """Name of the message that must have been sent before the task can start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The tasks of one rank, in the order of issue."""
+
+    tasks: tuple[Task, ...]
+    base: Holdings = field(default=())
+    """What is live before the step and after it."""
+
+
+def merge(*holdings: Holdings) -> Holdings:
+    """Add holdings by holder, leaving out what cancels."""
+    total: dict[str, int] = {}
+    for holding in holdings:
+        for kind, count in holding:
+            total[kind] = total.get(kind, 0) + count
+    return tuple((kind, count) for kind, count in total.items() if count)
+
+
+def total(holdings: Holdings) -> int:
+    """Return the bytes of all holders."""
+    return sum(count for _, count in holdings)
+
+
+class ProgramBuilder:
+    """Writes a program task by task."""
+
+    def __init__(self) -> None:
+        self._tasks: list[Task] = []
+        self._base: list[tuple[str, int]] = []
+
+    def hold(self, kind: str, num_bytes: float) -> None:
+        """Note what is live through the whole step."""
+        self._base.append((kind, int(num_bytes)))
+
+    def add(self, task: Task) -> int:
+        """Append a task and return its index."""
+        self._tasks.append(task)
+        return len(self._tasks) - 1
+
+    def allocate(self, kind: str, num_bytes: float, label: str) -> int:
+        """Append a task that only allocates, or frees where bytes are negative."""
+        return self.add(Task(label=label, change=((kind, int(num_bytes)),)))
+
+    @property
+    def last(self) -> int:
+        """Index of the task that was added last."""
+        return len(self._tasks) - 1
+
+    def build(self) -> Program:
+        """Return the program."""
+        return Program(tasks=tuple(self._tasks), base=merge(tuple(self._base)))
