@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bigmodel.plans import Plan
 
 Batch = Any
-"""A tensor, or a tuple, list or dict of tensors whose first dimension is the samples."""
+"""A tensor, or a tuple, list or dict of tensors whose dim 0 is the samples."""
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 """From parameters (or parameter groups) to an optimizer over them."""

@@ -14,6 +14,7 @@ from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Segment, Task
 from bigmodel.simulator.program import Stream
 from bigmodel.simulator.roofline import pass_seconds
+from bigmodel.simulator.segments import join
 
 WEIGHTS = "weights"
 MASTERS = "fp32 master weights"
@@ -32,8 +33,14 @@ class Step:
 
     placed: Placed
     policy: str
+    owned: tuple[Param, ...]
+    """Parameters that this rank holds for the unit: no tied copies of its own."""
     receives_input: bool = False
-    """It is the first block of a later pipeline stage."""
+    """Its input lies in a receive buffer of the pipeline."""
+    receives_gradient: bool = False
+    """The gradient of its output lies in a receive buffer of the pipeline."""
+    split: tuple[Param, ...] = ()
+    """Parameters tied to one on another rank: each rank has a gradient of its own."""
 
     @property
     def unit(self) -> Unit:
@@ -45,11 +52,33 @@ class Step:
         """What reports call the unit."""
         return self.placed.path or f"({self.placed.role} the blocks)"
 
+    @property
+    def elements(self) -> int:
+        """Number of parameters."""
+        return sum(param.elements for param in self.owned)
+
 
 def steps_of(plan: Plan, placed: Sequence[Placed]) -> tuple[Step, ...]:
-    """Return the units in forward order with the recompute policy of each."""
-    policies = dict(zip(plan.units, plan.recompute, strict=True)) if plan.recompute else {}
-    return tuple(Step(placed=p, policy=policies.get(p.path, "none")) for p in placed)
+    """Return a rank's units in forward order with the recompute policy of each."""
+    policies = dict(zip(plan.units, plan.recompute, strict=False))
+    here = {_full_name(p, param) for p in placed for param in p.unit.owned()}
+    steps = []
+    for p in placed:
+        copies = tuple(param for param in p.unit.params if param.tied_to is not None)
+        apart = tuple(param for param in copies if param.tied_to not in here)
+        steps.append(
+            Step(
+                placed=p,
+                policy=policies.get(p.path, "none"),
+                owned=(*p.unit.owned(), *apart),
+                split=apart,
+            )
+        )
+    return tuple(steps)
+
+
+def _full_name(placed: Placed, param: Param) -> str:
+    return f"{placed.path}.{param.name}" if placed.path else param.name
 
 
 def weight_bytes(plan: Plan) -> int:
@@ -73,7 +102,7 @@ def scratch(costs: Costs, num_bytes: int) -> int:
 
 def trainable(steps: Sequence[Step]) -> list[Param]:
     """Return the trained parameters of these units, tied ones once."""
-    return [p for step in steps for p in step.unit.owned() if p.trainable]
+    return [p for step in steps for p in step.owned if p.trainable]
 
 
 def hold_inputs(builder: ProgramBuilder, costs: Costs, plan: Plan, steps) -> None:
@@ -176,9 +205,29 @@ class Walk:
                     waits = ()
                     if segment.gradients:
                         on_gradients(segment.gradients, task)
+                if step.split:
+                    apart = tuple(Gradient(p.name, p.elements) for p in step.split)
+                    on_gradients(apart, self.builder.last)
             if after:
                 after(index)
         self._ends("backward_end", f"end of backward {name}")
+
+    def residue(self, without: str) -> int:
+        """Return the bytes that a micro-batch leaves live after its backward.
+
+        Zero in a whole model; a pipeline stage hands some of what it makes to others
+        and frees some of what they made.
+
+        Args:
+            without: A holder that is not counted.
+        """
+        return sum(
+            count
+            for step in self.steps
+            for phase in ("forward", "backward", "forward_end", "backward_end")
+            for holder, count in self._whole(step, phase).change
+            if holder != without
+        )
 
     def _segments(self, step: Step, phase: str) -> tuple[Segment, ...]:
         return self.costs.segments(
@@ -187,16 +236,11 @@ class Walk:
             phase,
             self.plan.micro_batch,
             receives_input=step.receives_input,
+            receives_gradient=step.receives_gradient,
         )
 
     def _whole(self, step: Step, phase: str) -> Segment:
-        return self.costs.whole(
-            step.unit,
-            step.policy,
-            phase,
-            self.plan.micro_batch,
-            receives_input=step.receives_input,
-        )
+        return join(self._segments(step, phase))
 
     def _compute(self, segment: Segment, label: str, waits: tuple[int, ...]) -> int:
         return self.builder.add(

@@ -131,6 +131,8 @@ class ModelSpec:
     counted in full (the PaLM convention, arXiv 2204.02311 appendix B)."""
     source: str = ""
     """Where the model comes from."""
+    uncuttable: str = ""
+    """Why the model cannot be cut into pipeline stages; empty when it can."""
     laws: tuple[str, ...] = field(default=())
     """Sizes that did not obey an affine law, in words; empty in most models."""
 

@@ -35,6 +35,7 @@ class UnitBoundaries:
         self._outputs: list[torch.Tensor] = []
         self._carried: dict[int, int] = {}
         self._handles: list[Any] = []
+        self._skipped: list[nn.Module] = []
         self.calls: list[int] = []
         self.input_bytes: dict[int, int] = {}
         for index, block in enumerate(blocks):
@@ -49,6 +50,9 @@ class UnitBoundaries:
         self._outputs = []
         for handle in self._handles:
             handle.remove()
+        for block in self._skipped:
+            # Blocks that turn out not to be skippable are traced next, themselves.
+            vars(block).pop("forward", None)
 
     def _watch(self, index: int, block: nn.Module, row: Row) -> None:
         unit = self._layout.unit_of_block(index)
@@ -135,6 +139,7 @@ class UnitBoundaries:
             return tree_unflatten(replaced, structure)
 
         block.forward = forward
+        self._skipped.append(block)
 
     @property
     def _output_template(self) -> Any:

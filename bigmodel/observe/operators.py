@@ -1,7 +1,8 @@
 """What an operator costs: FLOP and bytes, from its tensors.
 
 FLOP of matrix products and attention are those of `torch.utils.flop_counter`, by its
-own table; CPU attention, which that table lacks, is counted by the same formula.
+own table; CPU attention and grouped products (the experts of a mixture), which that table
+lacks, are counted by the same formulas.
 Other operators only move memory.
 """
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -35,6 +37,15 @@ _ATTENTION = frozenset(
     }
 )
 
+_GROUPED = frozenset(
+    {
+        "_grouped_mm",
+        # What transformers runs where torch's grouped product does not apply.
+        "grouped_mm_fallback",
+        "grouped_mm_fallback_backward",
+    }
+)
+
 
 @dataclass(frozen=True, slots=True)
 class RawOp:
@@ -51,11 +62,12 @@ class RawOp:
 def describe_operator(
     func: Any,
     inputs: list[torch.Tensor],
-    outputs: list[torch.Tensor],
+    result: Any,
     args: tuple,
     kwargs: dict,
 ) -> RawOp | None:
     """Return what a call costs, or None when it runs no kernel."""
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     name = func._overloadpacket.__name__
     if name in _VIEWS or not (inputs or outputs):
         return None
@@ -66,11 +78,13 @@ def describe_operator(
         flops = _attention_flops(name, inputs)
         causal = _is_causal(func, args, kwargs)
         return RawOp("attention", flops // 2 if causal else flops, flops, moved, dtype)
+    if name in _GROUPED:
+        flops = _grouped_flops(name, inputs)
+        return RawOp("matmul", flops, flops, moved, dtype)
     counter = flop_registry.get(func._overloadpacket)
     if counter is None:
         return RawOp("memory", 0, 0, moved, dtype)
-    out = outputs[0] if len(outputs) == 1 else tuple(outputs)
-    flops = int(counter(*args, **kwargs, out_val=out))
+    flops = int(counter(*args, **kwargs, out_val=result))
     return RawOp("matmul", flops, flops, moved, dtype)
 
 
@@ -88,6 +102,14 @@ def _attention_flops(name: str, inputs: list[torch.Tensor]) -> int:
     batch, heads, length, dim = query.shape
     product = 2 * batch * heads * length * key.shape[2] * dim
     return product * (5 if backward else 2)
+
+
+def _grouped_flops(name: str, inputs: list[torch.Tensor]) -> int:
+    """Count every row of a ragged side once: it belongs to one group."""
+    left, right = inputs[0], inputs[1]
+    groups = left.shape[0] if left.dim() == 3 and right.dim() == 2 else 1
+    product = 2 * left.numel() * right.shape[-1] // groups
+    return 2 * product if name.endswith("_backward") else product
 
 
 def _is_causal(func: Any, args: tuple, kwargs: dict) -> bool:

@@ -110,7 +110,7 @@ class StorageFollower(TorchDispatchMode):
             for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, torch.Tensor)
         ]
-        operator = describe_operator(func, inputs, outputs, args, kwargs)
+        operator = describe_operator(func, inputs, result, args, kwargs)
         if operator is not None:
             self.recording.events[self.place].append(operator)
         used = [key for key in map(storage_key, inputs) if key in self._known]

@@ -47,6 +47,8 @@ class Reading:
     precision: str
     target: Target
     name: str
+    uncuttable: Callable[[nn.Module, tuple[str, ...]], str] = lambda model, units: ""
+    """Says why the model, with these units, cannot be cut into stages."""
     source: str = ""
 
 
@@ -116,6 +118,7 @@ def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
         source=reading.source,
         precision=reading.precision,
         target=reading.target,
+        uncuttable=reading.uncuttable(subject.model, subject.paths),
         **describe_sample(batch),
     )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bigmodel.clusters import Cluster
 from bigmodel.models import ModelSpec, Phases, Tape, Unit
-from bigmodel.simulator.segments import Segment, cut, join, without_input
+from bigmodel.simulator.segments import Segment, cut, without_free
+
+_PHASES = ("forward", "backward", "forward_end", "backward_end")
 
 
 class Costs:
@@ -18,6 +20,7 @@ class Costs:
     def __init__(self, model: ModelSpec, cluster: Cluster) -> None:
         self.model = model
         self.cluster = cluster
+        self._outputs = _output_bytes(model)
         self._cache: dict[tuple, tuple[Segment, ...]] = {}
 
     def segments(
@@ -28,8 +31,9 @@ class Costs:
         micro_batch: int,
         *,
         receives_input: bool = False,
+        receives_gradient: bool = False,
     ) -> tuple[Segment, ...]:
-        """Return the segments of a phase: `forward`, `backward`, and their ends.
+        """Return the segments of a phase.
 
         Args:
             unit: A unit of the model.
@@ -37,32 +41,36 @@ class Costs:
             phase: Name of a tape of `Phases`.
             micro_batch: Samples.
             receives_input: The input lies in a receive buffer and is not freed.
+            receives_gradient: So does the gradient of the output.
         """
-        key = (id(unit), policy, phase, micro_batch, receives_input)
+        key = (id(unit), policy, phase, micro_batch, receives_input, receives_gradient)
         if key not in self._cache:
             phases = unit.phases[policy]
-            tape = _keep_input(unit, phases, phase, micro_batch) if receives_input else (
-                getattr(phases, phase)
-            )
+            tape = getattr(phases, phase)
+            if receives_input:
+                size = unit.input_bytes_per_sample * micro_batch
+                tape = _keep_input(phases, phase, micro_batch, size)
+            if receives_gradient and phase == "backward":
+                size = self._outputs[id(unit)] * micro_batch
+                tape, _ = without_free(tape, micro_batch, size)
             self._cache[key] = cut(tape, micro_batch, self.cluster.device)
         return self._cache[key]
 
-    def whole(
-        self, unit: Unit, policy: str, phase: str, micro_batch: int, **options: bool
-    ) -> Segment:
-        """Return a phase as one segment."""
-        key = (id(unit), policy, phase, micro_batch, tuple(options.items()), "whole")
-        if key not in self._cache:
-            pieces = self.segments(unit, policy, phase, micro_batch, **options)
-            self._cache[key] = (join(pieces),)
-        return self._cache[key][0]
+    def output_bytes(self, unit: Unit, micro_batch: int) -> int:
+        """Return the bytes that a unit hands to the next one."""
+        return self._outputs[id(unit)] * micro_batch
 
 
-def _keep_input(unit: Unit, phases: Phases, phase: str, micro_batch: int) -> Tape:
-    """Return a tape without the event that frees the input, if it holds it."""
-    size = unit.input_bytes_per_sample * micro_batch
-    for name in ("forward", "backward", "forward_end", "backward_end"):
-        tape, found = without_input(getattr(phases, name), micro_batch, size)
+def _output_bytes(model: ModelSpec) -> dict[int, int]:
+    units = [placed.unit for placed in model.sequence]
+    handed = [unit.input_bytes_per_sample for unit in units[1:]] + [0]
+    return {id(unit): count for unit, count in zip(units, handed, strict=True)}
+
+
+def _keep_input(phases: Phases, phase: str, micro_batch: int, size: int) -> Tape:
+    """Return a tape without the event that frees the input, if it is on this one."""
+    for name in _PHASES:
+        tape, found = without_free(getattr(phases, name), micro_batch, size)
         if found:
             return tape if name == phase else getattr(phases, phase)
     return getattr(phases, phase)

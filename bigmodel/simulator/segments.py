@@ -72,11 +72,11 @@ def join(segments: Iterable[Segment]) -> Segment:
     )
 
 
-def without_input(tape: Tape, micro_batch: int, num_bytes: int) -> tuple[Tape, bool]:
-    """Return a tape that does not free the unit's input, and whether it did.
+def without_free(tape: Tape, micro_batch: int, num_bytes: int) -> tuple[Tape, bool]:
+    """Return a tape that does not free a boundary of this size, and whether it did.
 
-    The first unit of a later pipeline stage reads its input from a receive buffer,
-    which stays.
+    The first unit of a later pipeline stage reads its input from a receive buffer, and
+    the last unit of an earlier one the gradient of its output; the buffers stay.
     """
     for index, event in enumerate(tape.events):
         if (

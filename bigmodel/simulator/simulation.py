@@ -37,6 +37,7 @@ class _Run:
 
     def __init__(self, program: Program) -> None:
         self._tasks = program.tasks
+        self._base = program.base
         self._at = 0
         self._free = {"compute": 0.0}
         self._busy = {"compute": 0.0}
@@ -115,6 +116,7 @@ class _Run:
         seconds = max(self._ends, default=0.0)
         return Timeline(
             spans=tuple(self._spans),
+            base=self._base,
             peak=self._peak,
             seconds=seconds,
             busy=self._busy,

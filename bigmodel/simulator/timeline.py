@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bigmodel.simulator.program import Holdings, total
+from bigmodel.simulator.program import Holdings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,8 @@ class Timeline:
     """One rank's step."""
 
     spans: tuple[Span, ...]
+    base: Holdings
+    """What is live before the step and after it."""
     peak: Peak
     seconds: float
     """From the first task to the end of the last one."""
@@ -45,8 +47,3 @@ class Timeline:
     waiting: float
     """Seconds in which the compute stream does nothing: exposed communication, and in
     a pipeline the bubble."""
-
-    @property
-    def end_bytes(self) -> int:
-        """Live bytes at the end."""
-        return self.spans[-1].live if self.spans else total(self.peak.holders)

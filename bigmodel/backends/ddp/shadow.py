@@ -1,41 +1,11 @@
-"""What DistributedDataParallel does to memory and time.
-
-Source: torch 2.13, `torch/csrc/distributed/c10d/reducer.cpp` and
-`torch/nn/parallel/distributed.py`. Buckets hold every gradient and stay. With gradient
-views (`gradient_as_bucket_view`) a gradient that autograd made is copied into its bucket
-and replaced by the view; without, both stay to the end of the step. Micro-batches under
-`no_sync` accumulate in gradients of their own, views or not, because the step before
-has set them to None.
-"""
+"""The step of a model that is replicated with DistributedDataParallel."""
 
 from __future__ import annotations
 
-from bigmodel.backends.walk import (
-    BUCKETS,
-    GRADIENTS,
-    MASTERS,
-    OPTIMIZER,
-    STEP,
-    WEIGHTS,
-    Walk,
-    communication,
-    hold_inputs,
-    optimizer_state_bytes,
-    step_seconds,
-    step_surge,
-    steps_of,
-    trainable,
-    weight_bytes,
-)
-from bigmodel.clusters import group
-from bigmodel.models import Gradient
+from bigmodel.backends.replicas import Replica
+from bigmodel.backends.walk import Walk, steps_of
 from bigmodel.plans import Plan
-from bigmodel.simulator import Costs, Program, ProgramBuilder, Task
-from bigmodel.units import MIB
-
-FIRST_BUCKET = MIB
-"""`kDefaultFirstBucketBytes`, `reducer.hpp`; used when the cap is torch's default."""
-DEFAULT_CAP = 25 * MIB
+from bigmodel.simulator import Costs, Program, ProgramBuilder
 
 
 def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...]:
@@ -50,108 +20,7 @@ def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...
     steps = steps_of(plan, costs.model.sequence)
     replica = Replica(plan, costs, builder, Walk(plan, costs, builder, steps))
     for index in range(micro_batches):
-        replica.walk.forward(f"micro-batch {index}")
+        replica.forward(index)
         replica.backward(index, last=index == micro_batches - 1)
     replica.update()
     return (builder.build(),)
-
-
-class Replica:
-    """A whole model, or a pipeline stage, replicated with DDP.
-
-    Args:
-        plan: The plan; its mesh says how many replicas.
-        costs: Of the model on the cluster.
-        builder: The program that is written.
-        walk: The units of this rank.
-    """
-
-    def __init__(
-        self, plan: Plan, costs: Costs, builder: ProgramBuilder, walk: Walk
-    ) -> None:
-        self.walk = walk
-        self._plan = plan
-        self._costs = costs
-        self._builder = builder
-        self._width = weight_bytes(plan)
-        self._trained = trainable(walk.steps)
-        self._elements = sum(p.elements for p in self._trained)
-        self._group = group(costs.cluster, plan.mesh.replicate)
-        self._bucketed = plan.mesh.replicate > 1
-        self._has_gradients = False
-        self._bucket = 0
-        self._buckets_sent = 0
-        self._reductions: list[int] = []
-        weights = sum(step.unit.elements for step in walk.steps)
-        builder.hold(WEIGHTS, weights * self._width)
-        if self._width == 2:
-            builder.hold(MASTERS, self._elements * 4)
-        builder.hold(OPTIMIZER, optimizer_state_bytes(plan, self._elements))
-        if self._bucketed:
-            builder.hold(BUCKETS, self._elements * self._width)
-        hold_inputs(builder, costs, plan, walk.steps)
-
-    def backward(self, index: int, *, last: bool) -> None:
-        """Write the backward of a micro-batch; the last one reduces the gradients."""
-        synchronise = last and self._bucketed
-
-        def on_gradients(gradients: tuple[Gradient, ...], task: int) -> None:
-            size = sum(g.elements for g in gradients) * self._width
-            if self._has_gradients:
-                # Added to the gradient that is there; what autograd made goes.
-                self._builder.allocate(GRADIENTS, -size, "accumulate gradient")
-            if synchronise:
-                if self._plan.buckets.ddp_gradient_views:
-                    self._builder.allocate(GRADIENTS, -size, "copy into bucket")
-                self._fill(size, task)
-
-        self.walk.backward(f"micro-batch {index}", on_gradients=on_gradients)
-        self._has_gradients = True
-        if synchronise:
-            self._send(self._builder.last)
-            self._builder.add(
-                Task(label="wait for gradients", after=tuple(self._reductions))
-            )
-
-    def update(self) -> None:
-        """Write the optimizer's step and the end of the gradients."""
-        builder, plan = self._builder, self._plan
-        views = self._bucketed and plan.buckets.ddp_gradient_views
-        held = 0 if views else self._elements * self._width
-        if self._width == 2:
-            builder.allocate(GRADIENTS, self._elements * 4, "gradients to fp32")
-            builder.allocate(GRADIENTS, -held, "drop bfloat16 gradients")
-            held = self._elements * 4
-        largest = max((p.elements for p in self._trained), default=0)
-        builder.add(
-            Task(
-                label="optimizer step",
-                seconds=step_seconds(plan, self._costs, self._elements),
-                surge=((STEP, step_surge(plan, self._costs, self._elements, largest)),),
-            )
-        )
-        builder.allocate(GRADIENTS, -held, "drop gradients")
-
-    def _fill(self, size: int, task: int) -> None:
-        self._bucket += size
-        cap = int(self._plan.buckets.ddp_megabytes * MIB)
-        if cap == DEFAULT_CAP and self._buckets_sent == 0:
-            cap = FIRST_BUCKET
-        if self._bucket >= cap:
-            self._send(task)
-
-    def _send(self, task: int) -> None:
-        if not self._bucket:
-            return
-        self._reductions.append(
-            self._builder.add(
-                Task(
-                    label="all-reduce bucket",
-                    stream=communication(self._costs),
-                    seconds=self._group.reduce(self._bucket),
-                    after=(task,),
-                )
-            )
-        )
-        self._buckets_sent += 1
-        self._bucket = 0

@@ -1,0 +1,1 @@
+"""Backends: who trains. One folder each, and none knows another."""

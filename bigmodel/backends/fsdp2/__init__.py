@@ -1,0 +1,1 @@
+"""Weights, gradients and optimizer states sharded by torch's `fully_shard`."""

@@ -1,0 +1,84 @@
+"""Which plans torch's pipeline stages accept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+from bigmodel.backends.backend import AbstractBackend, Layout, divisors
+from bigmodel.backends.pipeline import shadow
+from bigmodel.backends.pipeline.balance import balanced_cuts
+from bigmodel.clusters import Cluster
+from bigmodel.errors import Violation
+from bigmodel.models import ModelSpec
+from bigmodel.plans import Mesh, Plan, Stages
+from bigmodel.schedules import SCHEDULES
+from bigmodel.simulator import Costs, Program
+
+
+@final
+class Pipeline(AbstractBackend):
+    """The model is cut into stages; within a stage DDP or FSDP2."""
+
+    name = "pipeline"
+
+    def violations(
+        self, plan: Plan, model: ModelSpec | None, cluster: Cluster | None
+    ) -> Iterator[Violation]:
+        """Yield missing stages, unknown schedules, and models that cannot be cut."""
+        if plan.stages is None or plan.mesh.pipeline < 2:
+            yield Violation(
+                field="mesh.pipeline",
+                got=plan.mesh.pipeline,
+                rule="backend 'pipeline' needs at least 2 stages",
+                cure="set Mesh(pipeline=2) and stages=Stages(...), or use another "
+                "backend",
+            )
+            return
+        schedule = plan.stages.schedule
+        if schedule not in SCHEDULES:
+            yield Violation(
+                field="stages.schedule",
+                got=schedule,
+                rule=f"known schedules: {', '.join(SCHEDULES.names())}",
+            )
+        if schedule == "1f1b" and plan.accumulation < plan.mesh.pipeline:
+            yield Violation(
+                field="accumulation",
+                got=plan.accumulation,
+                rule=f"1f1b needs a micro-batch for each of {plan.mesh.pipeline} "
+                "stages",
+                cure="use schedule 'gpipe', or a smaller micro-batch",
+            )
+        if model is not None and model.uncuttable:
+            yield Violation(
+                field="model",
+                got=model.name,
+                rule=f"it cannot be cut into stages: {model.uncuttable}",
+                cure="use backend 'fsdp2' or 'deepspeed'",
+            )
+
+    def layouts(self, costs: Costs) -> Iterator[Layout]:
+        """Yield every number of stages, with DDP or FSDP2 inside."""
+        world, units = costs.cluster.world, len(costs.model.units)
+        for count in divisors(world):
+            if not 2 <= count <= units:
+                continue
+            inside = world // count
+            meshes = [Mesh(pipeline=count, replicate=inside)]
+            if inside > 1:
+                meshes.append(Mesh(pipeline=count, shard=inside))
+            cuts = balanced_cuts(costs, count)
+            for mesh in meshes:
+                for schedule in SCHEDULES.names():
+                    stages = Stages(schedule=schedule, cuts=cuts)
+                    yield Layout(mesh=mesh, stages=stages)
+
+    def programs(
+        self, plan: Plan, costs: Costs, micro_batches: int
+    ) -> tuple[Program, ...]:
+        """Return the shadow's programs."""
+        return shadow.programs(plan, costs, micro_batches)
+
+
+BACKEND = Pipeline()

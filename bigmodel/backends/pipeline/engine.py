@@ -1,0 +1,279 @@
+"""Training in pipeline stages with torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.utils import _pytree as pytree
+
+from bigmodel.backends.batch import num_samples, split
+from bigmodel.backends.engine import AbstractEngine, Batch, Job
+from bigmodel.backends.optimizers import build_optimizer, trainable
+from bigmodel.backends.pipeline.clipping import clip_gradients
+from bigmodel.backends.pipeline.cutting import check_model, cut_model
+from bigmodel.backends.pipeline.data_parallel import reshard, spread
+from bigmodel.backends.pipeline.gathering import gather_weights
+from bigmodel.backends.pipeline.relay import (
+    PLACEHOLDER,
+    Boundary,
+    Line,
+    relay,
+)
+from bigmodel.backends.pipeline.shared_weights import (
+    find_shared,
+    sum_gradients,
+    tied_names,
+    under_first_names,
+)
+from bigmodel.backends.pipeline.stage import Stage
+from bigmodel.backends.pipeline.state_files import load_stage, save_stage
+from bigmodel.backends.pipeline.torch_schedules import torch_schedule
+from bigmodel.backends.precision import MasterWeights, cast_weights
+from bigmodel.backends.recompute import apply_recompute
+from bigmodel.errors import InvalidPlanError, UsageError, Violation
+from bigmodel.plans import micro_batches as divisors
+
+
+def build(job: Job) -> AbstractEngine:
+    """Return the engine of this rank.
+
+    The job's model is cut down in place: what other stages own is freed.
+
+    Raises:
+        InvalidPlanError: The plan has no stages.
+        UsageError: The model cannot be cut, or torch cannot run the schedule.
+    """
+    if job.plan.stages is None or job.plan.mesh.pipeline < 2:
+        raise InvalidPlanError(
+            Violation(
+                field="mesh.pipeline",
+                got=job.plan.mesh.pipeline,
+                rule="backend 'pipeline' needs at least 2 stages",
+                cure="set Mesh(pipeline=2) and stages=Stages(...), or use another "
+                "backend",
+            )
+        )
+    torch_schedule(job.plan)
+    check_model(job)
+    return PipelineEngine(job)
+
+
+@final
+class PipelineEngine(AbstractEngine):
+    """One stage of the model on this rank, in one of as many pipelines as data ranks.
+
+    All micro-batches of a step must have one shape. From step to step it may change,
+    at the price of one forward that finds out the shapes between the stages; not when
+    stages are sharded, where all data ranks would have to change together.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._plan = plan = job.plan
+        self._clip_norm = job.clip_norm
+        mesh = init_device_mesh(
+            job.device.type,
+            tuple(plan.mesh.axes().values()),
+            mesh_dim_names=tuple(plan.mesh.axes()),
+        )
+        self._line = line = Line(
+            group=mesh.get_group("pipeline"),
+            stage=plan.mesh.stage(dist.get_rank()),
+            count=plan.mesh.pipeline,
+            device=job.device,
+        )
+        tied = tied_names(job.model)
+        factory = under_first_names(job.optimizer, tied)
+        self._names = tuple(job.model.state_dict())
+        cut = cut_model(job, line.stage)
+        self._model = model = job.model
+        units = plan.stage_units(line.stage)
+        blocks = {
+            name: model.get_submodule(name)
+            for name in plan.units[units.start : units.stop]
+        }
+        self._shared = find_shared(model, tied, plan.mesh)
+        apply_recompute(blocks, plan)
+        self._stage = stage = Stage(job, cut)
+        if plan.mesh.shard == 1:
+            # FSDP2 moves block after block, and holds only its shard of each.
+            stage.to(job.device)
+        masters: MasterWeights | None = None
+        if plan.precision == "bf16" and plan.mesh.shard == 1 and trainable(model):
+            masters = MasterWeights(factory, trainable(model))
+        if plan.precision == "bf16" and plan.mesh.shard == 1:
+            cast_weights(model)
+        self._wrapped = spread(stage, blocks, plan, mesh)
+        self._masters = masters
+        self._weights = trainable(model)
+        self._params = self._weights
+        self._optimizer: torch.optim.Optimizer | None = None
+        if masters is not None:
+            self._params = dict(masters.module.named_parameters())
+            self._optimizer = masters.optimizer
+        elif self._weights:
+            # A stage of frozen layers has nothing to step.
+            self._optimizer = build_optimizer(factory, self._weights)
+        self._schedule: PipelineScheduleSingle | None = None
+        self._shapes: Any = None
+        self._cut = cut
+        self._verified = False
+        cut.watch_first_run()
+
+    def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """Run the schedule; gradients are reduced after the last micro-batch."""
+        schedule = self._schedule_for(micro_batches)
+        self._stage.feed(micro_batches)
+        # Only their number matters: torch hands one row to every micro-batch.
+        rows = torch.zeros(
+            len(micro_batches), dtype=PLACEHOLDER.dtype, device=self._line.device
+        )
+        losses: list[Tensor] = []
+        schedule.step(
+            *((rows,) if self._line.is_first else ()),
+            target=rows if self._line.is_last else None,
+            losses=losses,
+            return_outputs=False,
+        )
+        sum_gradients(self._model, self._shared)
+        total = torch.zeros((), device=self._line.device)
+        for loss in losses:
+            total += loss.detach()
+        return self._line.broadcast_from_last(total)
+
+    def update(self) -> Tensor | None:
+        """Clip by the norm over all stages, step and drop the gradients."""
+        if self._masters is not None:
+            self._masters.gather_gradients()
+        norm: Tensor | None = None
+        if self._clip_norm is not None:
+            counted_elsewhere = {
+                weight.name for weight in self._shared if not weight.is_owner
+            }
+            norm = clip_gradients(
+                self._line, self._params, counted_elsewhere, self._clip_norm
+            )
+        if self._masters is not None:
+            self._masters.step()
+            self._masters.scatter_weights()
+        elif self._optimizer is not None:
+            self._optimizer.step()
+        self._model.zero_grad(set_to_none=True)
+        return norm
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Return the mean loss of a batch of any size.
+
+        It goes through the stages in equal parts of at most the plan's micro-batch, the
+        largest that divide it, and the losses of the parts are averaged. Ranks of one
+        pipeline must be given the same batch, and with sharded stages all data ranks
+        batches of the same size.
+        """
+        count = num_samples(batch)
+        size = next(size for size in divisors(count) if size <= self._plan.micro_batch)
+        loss, _, _ = self._relay(split(batch, count // size))
+        return self._line.broadcast_from_last(loss)
+
+    def model_state(self) -> dict[str, Tensor]:
+        """Return the weights, in fp32 where there are masters."""
+        weights = {
+            name: value
+            for name, value in self._model.state_dict().items()
+            if isinstance(value, Tensor)
+        }
+        if self._masters is not None:
+            weights |= self._params
+        return gather_weights(self._line, weights, self._names)
+
+    def save(self, folder: str) -> None:
+        """Write weights and optimizer states of all stages."""
+        save_stage(folder, self._model, self._optimizer, self._masters)
+
+    def load(self, folder: str) -> None:
+        """Read what `save` wrote."""
+        load_stage(folder, self._model, self._optimizer, self._masters)
+
+    def _schedule_for(self, micro_batches: Sequence[Batch]) -> PipelineScheduleSingle:
+        """Return torch's schedule for micro-batches of these shapes."""
+        several = {str(_shapes(batch)): None for batch in micro_batches}
+        if len(several) > 1 or len(micro_batches) != self._plan.accumulation:
+            raise UsageError(
+                Violation(
+                    field="micro_batches",
+                    got=f"{len(micro_batches)} of shapes {'; '.join(several)}",
+                    rule=f"a step of this pipeline takes {self._plan.accumulation} "
+                    "micro-batches of one shape",
+                    cure="pad sequences to a fixed length and drop the last incomplete "
+                    "batch",
+                )
+            )
+        (shapes,) = several
+        if self._schedule is not None and shapes == self._shapes:
+            return self._schedule
+        if self._schedule is not None and self._plan.mesh.shard > 1:
+            raise UsageError(
+                Violation(
+                    field="micro_batches",
+                    got=shapes,
+                    rule="with sharded stages the shape of micro-batches is that of "
+                    f"the first step, {self._shapes}",
+                    cure="pad sequences to a fixed length",
+                )
+            )
+        self._shapes = shapes
+        self._schedule = self._new_schedule(micro_batches)
+        return self._schedule
+
+    def _relay(self, batches: Sequence[Batch]) -> tuple[Tensor, Boundary, Boundary]:
+        result = relay(self._line, self._stage, batches)
+        # Without a backward the root group would stay gathered until the next one.
+        reshard(self._stage)
+        if not self._verified:
+            # Told to all stages, or the others would wait for the one that raises.
+            everyone: list[list[str]] = [[] for _ in range(self._line.count)]
+            dist.all_gather_object(
+                everyone, self._cut.complaints, group=self._line.group
+            )
+            complaints = dict.fromkeys(text for texts in everyone for text in texts)
+            if complaints:
+                raise UsageError("\n".join(complaints))
+            self._verified = True
+        return result
+
+    def _new_schedule(self, micro_batches: Sequence[Batch]) -> PipelineScheduleSingle:
+        line = self._line
+        _, entry, leaving = self._relay(micro_batches[:1])
+        stage = PipelineStage(
+            self._wrapped,
+            line.stage,
+            line.count,
+            line.device,
+            input_args=entry.example(),
+            output_args=leaving.example(),
+            group=line.group,
+        )
+        return torch_schedule(self._plan)(
+            stage,
+            n_microbatches=len(micro_batches),
+            loss_fn=_own_loss,
+            # The stage has divided its loss already.
+            scale_grads=False,
+        )
+
+
+def _own_loss(loss: Tensor, target: Tensor) -> Tensor:
+    """Hand on the loss, which the last stage computes itself."""
+    return loss
+
+
+def _shapes(batch: Batch) -> Any:
+    return pytree.tree_map(
+        lambda leaf: tuple(leaf.shape) if isinstance(leaf, Tensor) else None,
+        dict(batch) if isinstance(batch, dict) else batch,
+    )

@@ -1,0 +1,53 @@
+"""The whole model's weights on rank 0, from the stages that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from bigmodel.backends.pipeline.relay import Line
+
+
+@torch.no_grad()
+def gather_weights(
+    line: Line, weights: Mapping[str, Tensor], order: Sequence[str]
+) -> dict[str, Tensor]:
+    """Bring the weights of all stages to the first rank, one tensor at a time.
+
+    Collective over all ranks of the job; the ranks of other pipelines than the first
+    only help to gather shards.
+
+    Args:
+        line: The place of this rank in its pipeline.
+        weights: The weights of this stage by their names in the whole model.
+        order: All names, in the order of the whole model.
+
+    Returns:
+        The weights on the CPU; empty on all ranks but the first.
+    """
+    in_first_pipeline = dist.get_process_group_ranks(line.group)[0] == 0
+    layout = [(name, value.shape, value.dtype) for name, value in weights.items()]
+    layouts: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]] * line.count
+    dist.all_gather_object(layouts, layout, group=line.group)
+    whole: dict[str, Tensor] = {}
+    for value, (name, _, _) in zip(weights.values(), layout, strict=True):
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if not in_first_pipeline:
+            continue
+        if line.is_first:
+            whole[name] = full.detach().to("cpu", copy=True)
+        else:
+            dist.send(full.detach().contiguous(), group=line.group, group_dst=0)
+    if not (line.is_first and in_first_pipeline):
+        return {}
+    for stage in range(1, line.count):
+        for name, shape, dtype in layouts[stage]:
+            received = torch.empty(shape, dtype=dtype, device=line.device)
+            dist.recv(received, group=line.group, group_src=stage)
+            # What several stages hold (a buffer, a tied weight) is equal in all.
+            whole.setdefault(name, received.cpu())
+    return {name: whole[name] for name in order if name in whole}

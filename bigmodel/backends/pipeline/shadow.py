@@ -1,0 +1,162 @@
+"""The step of a model that is cut into pipeline stages.
+
+Source: torch 2.13, `torch/distributed/pipelining/{stage,schedules}.py`. Receive buffers
+for all micro-batches are allocated once and stay: hidden states on every stage but the
+first, their gradients on every stage but the last. What a stage sends is kept until the
+micro-batch's backward. Stages differ, so there is one program for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bigmodel.backends.replicas import Replica
+from bigmodel.backends.shards import Shards
+from bigmodel.backends.walk import GRADIENTS, Step, Walk, steps_of
+from bigmodel.clusters import send_seconds
+from bigmodel.models import Placed
+from bigmodel.plans import Plan
+from bigmodel.schedules import SCHEDULES, Action
+from bigmodel.simulator import Costs, Program, ProgramBuilder, Task
+
+RECEIVED = "receive buffers"
+ACTIVATIONS = "activations"
+
+
+def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...]:
+    """Return the programs of the stages, first stage first.
+
+    Args:
+        plan: A plan of backend `pipeline`.
+        costs: Of the model on the cluster.
+        micro_batches: How many to write, at most the plan's accumulation.
+    """
+    if plan.stages is None:
+        raise ValueError("a plan of backend 'pipeline' has stages")
+    rows = SCHEDULES.get(plan.stages.schedule)(plan.mesh.pipeline, micro_batches)
+    return tuple(
+        _StageProgram(plan, costs, stage, micro_batches).write(row)
+        for stage, row in enumerate(rows)
+    )
+
+
+def stage_sequence(plan: Plan, costs: Costs, stage: int) -> tuple[Placed, ...]:
+    """Return the units of a stage in forward order."""
+    owned = {plan.units[index] for index in plan.stage_units(stage)}
+    count = plan.mesh.pipeline
+    found: list[Placed] = []
+    for index, placed in enumerate(costs.model.sequence):
+        if placed.role == "before":
+            belongs = stage == 0
+        elif placed.role == "after":
+            belongs = stage == count - 1
+        elif placed.role == "between":
+            # Runs before the block that follows it.
+            belongs = costs.model.sequence[index + 1].path in owned
+        else:
+            belongs = placed.path in owned
+        if belongs:
+            found.append(placed)
+    return tuple(found)
+
+
+class _StageProgram:
+    """Writes the program of one stage."""
+
+    def __init__(
+        self, plan: Plan, costs: Costs, stage: int, micro_batches: int
+    ) -> None:
+        self._plan = plan
+        self._costs = costs
+        self._stage = stage
+        self._count = micro_batches
+        self._first = stage == 0
+        self._last = stage == plan.mesh.pipeline - 1
+        self._builder = ProgramBuilder()
+        steps = self._steps()
+        self._entering = steps[0].unit.input_bytes_per_sample * plan.micro_batch
+        self._leaving = costs.output_bytes(steps[-1].unit, plan.micro_batch)
+        received = 0 if self._first else self._entering
+        received += 0 if self._last else self._leaving
+        self._builder.hold(RECEIVED, received * plan.accumulation)
+        self._tied = self._tied_elsewhere(steps)
+        walk = Walk(plan, costs, self._builder, steps)
+        self._kept = walk.residue(GRADIENTS)
+        self._parts = (
+            Shards(plan, costs, self._builder, walk, postpone=True)
+            if plan.mesh.shard > 1
+            else Replica(plan, costs, self._builder, walk)
+        )
+
+    def write(self, row: tuple[Action, ...]) -> Program:
+        """Write the actions of the stage's rank and the optimizer's step."""
+        for action in row:
+            if action.phase == "F":
+                self._forward(action.micro_batch)
+            else:
+                self._backward(action.micro_batch)
+        self._parts.update()
+        return self._builder.build()
+
+    def _steps(self) -> tuple[Step, ...]:
+        sequence = stage_sequence(self._plan, self._costs, self._stage)
+        steps = list(steps_of(self._plan, sequence))
+        if not self._first:
+            steps[0] = replace(steps[0], receives_input=True)
+        if not self._last:
+            steps[-1] = replace(steps[-1], receives_gradient=True)
+        return tuple(steps)
+
+    def _tied_elsewhere(self, steps: tuple[Step, ...]) -> int:
+        """Return the elements here that a copy on the last stage is tied to.
+
+        In one process both uses share a gradient; here each has its own.
+        """
+        if self._last:
+            return 0
+        names = {param.name: param.elements for step in steps for param in step.owned}
+        return sum(
+            names.get(param.tied_to or "", 0) for param in self._costs.model.after.params
+        )
+
+    def _forward(self, micro_batch: int) -> None:
+        if not self._first:
+            self._receive(f"F{self._stage}.{micro_batch}")
+        self._parts.forward(micro_batch)
+        if not self._last:
+            self._send(f"F{self._stage + 1}.{micro_batch}", self._leaving)
+
+    def _backward(self, micro_batch: int) -> None:
+        if not self._last:
+            self._receive(f"B{self._stage}.{micro_batch}")
+        if self._kept < 0:
+            self._keep(-self._kept, "gradient of the output")
+        width = 2 if self._plan.precision == "bf16" else 4
+        self._builder.allocate(
+            GRADIENTS, self._tied * width, "gradient of the tied weight"
+        )
+        # Only the last micro-batch reduces gradients.
+        self._parts.backward(micro_batch, last=micro_batch == self._count - 1)
+        if not self._first:
+            self._send(f"B{self._stage - 1}.{micro_batch}", self._entering)
+        if self._kept > 0:
+            self._keep(-self._kept, "drop what was sent")
+
+    def _keep(self, size: int, label: str) -> None:
+        self._builder.allocate(ACTIVATIONS, size, label)
+
+    def _receive(self, message: str) -> None:
+        self._builder.add(Task(label=f"receive {message}", receives=message))
+
+    def _send(self, message: str, size: int) -> None:
+        distance = self._plan.mesh.data_parallel
+        self._builder.add(
+            Task(
+                label=f"send {message}",
+                stream="pipeline",
+                seconds=send_seconds(self._costs.cluster, size, distance),
+                after=(self._builder.last,),
+                sends=message,
+            )
+        )
+

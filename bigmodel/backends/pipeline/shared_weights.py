@@ -1,0 +1,119 @@
+"""Weights that several stages hold: tied embedding and head.
+
+Each stage has its own copy and computes its own part of the gradient. The parts are
+summed between the stages before the update, so the copies take the same step and stay
+equal; the norm of the gradients counts them once.
+
+    stage 0   embedding ── gradient ─┐
+    stage 1                          ├ sum, on both
+    stage 2   head ─────── gradient ─┘
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bigmodel.backends.engine import OptimizerFactory
+from bigmodel.backends.optimizers import NamedOptimizerFactory, build_optimizer
+from bigmodel.plans import Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWeight:
+    """One weight that this stage and others hold."""
+
+    name: str
+    """Its name in this stage."""
+    group: dist.ProcessGroup
+    """The ranks that hold it and read the same share of the data."""
+    is_owner: bool
+    """Whether this is the first stage that holds it, the one that counts it."""
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return the names of every parameter that has several; call it before cutting."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return tuple(tuple(several) for several in names.values() if len(several) > 1)
+
+
+def under_first_names(
+    factory: OptimizerFactory, tied: tuple[tuple[str, ...], ...]
+) -> NamedOptimizerFactory:
+    """Return a factory that knows tied parameters by their first name.
+
+    That is the name under which the whole model lists them; the stage of the head may
+    have them under another.
+    """
+    return _FirstNames(factory, {name: names[0] for names in tied for name in names})
+
+
+@final
+class _FirstNames(NamedOptimizerFactory):
+    def __init__(self, factory: OptimizerFactory, first: Mapping[str, str]) -> None:
+        self._factory = factory
+        self._first = first
+
+    def __call__(self, params: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+        renamed = {self._first.get(name, name): value for name, value in params.items()}
+        return build_optimizer(self._factory, renamed)
+
+
+def find_shared(
+    model: nn.Module, tied: tuple[tuple[str, ...], ...], mesh: Mesh
+) -> list[SharedWeight]:
+    """Return the weights of this stage that other stages hold too.
+
+    Collective over all ranks of the job.
+
+    Args:
+        model: The model, cut down to this stage.
+        tied: What `tied_names` found in the whole model.
+        mesh: The plan's mesh.
+    """
+    left = dict(model.named_parameters(remove_duplicate=False))
+    mine = [[name for name in names if name in left] for names in tied]
+    everyone: list[list[list[str]]] = [[] for _ in range(mesh.world)]
+    dist.all_gather_object(everyone, mine)
+    rank = dist.get_rank()
+    found: list[SharedWeight] = []
+    for index, here in enumerate(mine):
+        stages = [
+            stage
+            for stage in range(mesh.pipeline)
+            if everyone[mesh.stage_ranks(stage)[0]][index]
+        ]
+        if len(stages) < 2:
+            continue
+        # Every rank must take part in making every group, in the same order.
+        for share in range(mesh.data_parallel):
+            ranks = [mesh.stage_ranks(stage)[share] for stage in stages]
+            group: Any = dist.new_group(ranks)
+            if rank in ranks and left[here[0]].requires_grad:
+                found.append(
+                    SharedWeight(name=here[0], group=group, is_owner=rank == ranks[0])
+                )
+    return found
+
+
+@torch.no_grad()
+def sum_gradients(model: nn.Module, shared: list[SharedWeight]) -> None:
+    """Add up the gradients of shared weights over the stages that hold them."""
+    for weight in shared:
+        parameter = model.get_parameter(weight.name)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(_local(parameter.grad), group=weight.group)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,105 @@
+"""Number formats: what is computed in bfloat16 and what stays in fp32.
+
+`bf16` always means forward and backward in bfloat16 with fp32 master weights and fp32
+optimizer states. FSDP2 and DeepSpeed keep the masters themselves; the other backends
+use `MasterWeights`. Buffers keep their dtype. The model is given its floating-point
+inputs in bfloat16 (`cast_inputs`), the loss function gets the batch as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigmodel.backends.batch import cast_floats
+from bigmodel.backends.engine import OptimizerFactory
+from bigmodel.backends.optimizers import build_optimizer
+from bigmodel.plans import Plan
+
+
+def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context of forward and loss: autocast where the plan says so."""
+    if plan.precision != "autocast":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def cast_weights(model: nn.Module) -> None:
+    """Turn the fp32 parameters of a model into bfloat16 in place; buffers stay."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def cast_inputs(plan: Plan, inputs: Any) -> Any:
+    """Return a model's inputs in the dtype of its weights."""
+    return cast_floats(inputs, torch.bfloat16) if plan.precision == "bf16" else inputs
+
+
+class MasterWeights:
+    """The user's optimizer over fp32 copies of parameters that become bfloat16.
+
+    Build it while the parameters are still fp32 and on their device, then call
+    `cast_weights`. One step: `gather_gradients`, clip `parameters()`, `step`,
+    `scatter_weights`. `module` and `optimizer` are what a checkpoint must hold.
+
+    Args:
+        factory: Builds the optimizer over the copies.
+        params: The trained parameters of the model, by name.
+    """
+
+    def __init__(
+        self, factory: OptimizerFactory, params: Mapping[str, nn.Parameter]
+    ) -> None:
+        self._params = dict(params)
+        self._masters = {
+            name: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+            for name, parameter in params.items()
+        }
+        self.module = _holder(self._masters)
+        """A module without a forward that holds the masters under the same names, for
+        torch's checkpoint functions."""
+        self.optimizer = build_optimizer(factory, self._masters)
+        """The optimizer over the masters."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the masters, whose gradients are the ones to clip."""
+        return list(self._masters.values())
+
+    def gather_gradients(self) -> None:
+        """Move the gradients of the parameters to the masters, as fp32."""
+        for name, parameter in self._params.items():
+            gradient, parameter.grad = parameter.grad, None
+            self._masters[name].grad = (
+                None if gradient is None else gradient.to(torch.float32)
+            )
+
+    def step(self) -> None:
+        """Step the optimizer on the masters and drop their gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def scatter_weights(self) -> None:
+        """Round the masters into the parameters that the model computes with."""
+        for name, parameter in self._params.items():
+            parameter.copy_(self._masters[name])
+
+
+def _holder(params: Mapping[str, nn.Parameter]) -> nn.Module:
+    root = nn.Module()
+    for name, parameter in params.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            child = module._modules.get(part)
+            if child is None:
+                child = nn.Module()
+                module.add_module(part, child)
+            module = child
+        module.register_parameter(leaf, parameter)
+    return root

@@ -1,0 +1,67 @@
+"""What a plan needs at least, in closed form: it orders and prunes the search."""
+
+from __future__ import annotations
+
+from bigmodel.models import OPTIMIZERS
+from bigmodel.plans import Plan
+from bigmodel.simulator import Costs
+
+
+class Bounds:
+    """Lower bounds of time and memory of plans for one model on one cluster."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._seconds: dict[tuple, float] = {}
+
+    def seconds(self, plan: Plan) -> float:
+        """Return the seconds that computing alone takes.
+
+        Without stages, all units for every micro-batch; with stages, the slowest stage
+        for every micro-batch and the others once, to fill and to drain.
+        """
+        per_stage = [
+            sum(self._unit(plan, index) for index in plan.stage_units(stage))
+            for stage in range(plan.mesh.pipeline)
+        ]
+        ends = self._ends(plan)
+        per_stage[0] += ends[0]
+        per_stage[-1] += ends[1]
+        return sum(per_stage) + (plan.accumulation - 1) * max(per_stage)
+
+    def memory(self, plan: Plan) -> int:
+        """Return the bytes of weights and optimizer states on the average rank."""
+        model = self._costs.model
+        width = 2 if plan.precision == "bf16" else 4
+        states = OPTIMIZERS.get(plan.optimizer).states * 4 * model.trainable_elements
+        masters = 4 * model.trainable_elements if width == 2 else 0
+        weights = width * model.elements
+        shard, stages = plan.mesh.shard, plan.mesh.pipeline
+        if plan.backend == "deepspeed":
+            sharded = weights / shard if plan.zero_stage == 3 else weights
+            return int(sharded + (states + masters) / shard)
+        if shard > 1:
+            return int((4 * model.elements + states) / shard / stages)
+        return int((weights + masters + states) / stages)
+
+    def _unit(self, plan: Plan, index: int) -> float:
+        unit = self._costs.model.blocks[index]
+        policy = plan.recomputes(index)
+        return self._of(unit, policy, plan.micro_batch)
+
+    def _ends(self, plan: Plan) -> tuple[float, float]:
+        model = self._costs.model
+        return (
+            self._of(model.before, "none", plan.micro_batch),
+            self._of(model.after, "none", plan.micro_batch),
+        )
+
+    def _of(self, unit, policy: str, micro_batch: int) -> float:
+        key = (id(unit), policy, micro_batch)
+        if key not in self._seconds:
+            self._seconds[key] = sum(
+                segment.seconds
+                for phase in ("forward", "backward")
+                for segment in self._costs.segments(unit, policy, phase, micro_batch)
+            )
+        return self._seconds[key]

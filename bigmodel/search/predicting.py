@@ -1,0 +1,96 @@
+"""Predicting memory and time of one plan by simulating its shadow.
+
+[Note: Few micro-batches stand for many]
+Micro-batches repeat. A step without stages is written with at most three, the first,
+one in the middle and the last; the seconds of the others are the difference that one
+makes. A pipeline is written with four rounds of its stages, and the difference of one
+round is that of `stages` micro-batches.
+"""
+
+from __future__ import annotations
+
+from bigmodel.backends.catalog import BACKENDS
+from bigmodel.errors import UsageError, raise_if_any
+from bigmodel.plans import Plan
+from bigmodel.search.capacity import HIGH, LOW, outside_terms, reserved_terms
+from bigmodel.search.prediction import Estimate, RankMemory, Term
+from bigmodel.search.reasons import because
+from bigmodel.search.rules import COMPUTE_DTYPE, violations
+from bigmodel.simulator import Costs, Timeline, simulate
+
+
+def predict(plan: Plan, costs: Costs) -> Estimate:
+    """Return the predicted memory and time of a plan.
+
+    Args:
+        plan: Valid for the model and the cluster.
+        costs: Of the model on the cluster; share it between plans.
+
+    Raises:
+        UsageError: The plan breaks rules; lists all of them.
+    """
+    raise_if_any(list(violations(plan, costs.model, costs.cluster)), UsageError)
+    timelines, seconds = _simulate(plan, costs)
+    ranks = tuple(
+        _memory(plan, costs, stage, timeline)
+        for stage, timeline in enumerate(timelines)
+    )
+    total = max(rank.device_total for rank in ranks)
+    model, cluster = costs.model, costs.cluster
+    samples = plan.global_batch / seconds
+    slowest = max(timelines, key=lambda timeline: timeline.busy["compute"])
+    compute = slowest.busy["compute"] / slowest.seconds * seconds
+    peak = cluster.device.peaks[COMPUTE_DTYPE[plan.precision]]
+    return Estimate(
+        plan=plan,
+        ranks=ranks,
+        capacity=cluster.device.memory,
+        low=int(total * LOW),
+        high=int(total * HIGH),
+        seconds=seconds,
+        compute_seconds=compute,
+        exposed_seconds=seconds - compute,
+        tokens_per_second_per_gpu=samples * model.tokens_per_sample / plan.world,
+        mfu=samples * model.flops_per_sample / (plan.world * peak),
+        timelines=timelines,
+    )
+
+
+def _simulate(plan: Plan, costs: Costs) -> tuple[tuple[Timeline, ...], float]:
+    """Return timelines and the seconds of a whole step.
+
+    See [Note: Few micro-batches stand for many].
+    """
+    backend = BACKENDS.get(plan.backend)
+    stages = plan.mesh.pipeline
+    repeat = stages if stages > 1 else 1
+    written = min(plan.accumulation, 4 * stages if stages > 1 else 3)
+    timelines = simulate(backend.programs(plan, costs, written))
+    seconds = max(timeline.seconds for timeline in timelines)
+    rest = plan.accumulation - written
+    if rest:
+        shorter = simulate(backend.programs(plan, costs, written - repeat))
+        before = max(timeline.seconds for timeline in shorter)
+        seconds += rest * (seconds - before) / repeat
+    return timelines, seconds
+
+
+def _memory(plan: Plan, costs: Costs, stage: int, timeline: Timeline) -> RankMemory:
+    peak = timeline.peak
+    base = sum(count for _, count in timeline.base)
+    tensors = tuple(
+        Term(name=holder, num_bytes=count, because=because(holder, plan, costs.model))
+        for holder, count in peak.holders
+    )
+    cached = reserved_terms(costs.cluster, max(peak.num_bytes - base, 0))
+    outside = outside_terms(plan, costs.cluster)
+    reserved = peak.num_bytes + sum(term.num_bytes for term in cached)
+    terms = sorted((*tensors, *cached, *outside), key=lambda t: -t.num_bytes)
+    return RankMemory(
+        stage=stage,
+        allocated=peak.num_bytes,
+        reserved=reserved,
+        device_total=reserved + sum(term.num_bytes for term in outside),
+        moment=peak.moment,
+        terms=tuple(terms),
+    )

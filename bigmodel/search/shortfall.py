@@ -1,0 +1,74 @@
+"""When nothing fits: by how much, where, when, what holds the bytes, what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+
+from bigmodel.plans import Plan
+from bigmodel.search.predicting import predict
+from bigmodel.search.prediction import Estimate
+from bigmodel.simulator import Costs
+from bigmodel.units import format_bytes
+
+
+def explain_shortfall(missed: Sequence[Estimate], costs: Costs) -> str:
+    """Return what the user of a cluster that is too small should read."""
+    closest = min(missed, key=lambda estimate: estimate.high)
+    rank = closest.fullest
+    ranks = closest.plan.mesh.stage_ranks(rank.stage)
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+    lines = [
+        f"nothing fits {costs.model.name} on {costs.cluster.describe()}",
+        f"closest plan: {closest.plan.describe()}",
+        f"it needs {format_bytes(closest.high)} (upper end of the interval) of "
+        f"{format_bytes(closest.capacity)} on {where}: "
+        f"{format_bytes(closest.missing)} too much",
+        f"at the peak ({rank.moment}) the bytes are held by:",
+    ]
+    lines += [
+        f"  {format_bytes(term.num_bytes):>12}  {term.name}"
+        + (f"  ({term.because})" if term.because else "")
+        for term in rank.terms[:8]
+        if term.num_bytes
+    ]
+    lines.append("what would make it fit:")
+    lines += [f"  - {cure}" for cure in _cures(closest, costs)]
+    return "\n".join(lines)
+
+
+def _cures(closest: Estimate, costs: Costs) -> list[str]:
+    plan, found = closest.plan, []
+    need = ceil(closest.high / 2**30)
+    found.append(f"devices with at least {need} GiB each")
+    for change, words in _smaller(plan):
+        estimate = predict(change, costs)
+        if estimate.fits:
+            found.append(f"{words}: {format_bytes(estimate.high)}")
+    if plan.mesh.shard > 1 or plan.mesh.pipeline > 1:
+        shared = _shared_bytes(closest)
+        fixed = closest.high - shared
+        if fixed < closest.capacity:
+            factor = ceil(shared / (closest.capacity - fixed))
+            found.append(
+                f"about {factor} times as many devices: "
+                f"{format_bytes(shared)} of the peak are shared among them"
+            )
+    found.append("a shorter sequence, or a smaller model")
+    return found
+
+
+def _smaller(plan: Plan):
+    if plan.micro_batch > 1:
+        yield (
+            replace(plan, micro_batch=1, accumulation=1),
+            f"a global batch of {plan.mesh.data_parallel} (micro-batch 1)",
+        )
+    if plan.optimizer != "sgd":
+        yield replace(plan, optimizer="sgd"), "optimizer sgd, which keeps no states"
+
+
+def _shared_bytes(estimate: Estimate) -> int:
+    shared = ("weights", "optimizer states", "fp32 master weights", "gradients")
+    return sum(t.num_bytes for t in estimate.fullest.terms if t.name in shared)

@@ -1,0 +1,57 @@
+"""Every plan for a model on a cluster that makes up a global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bigmodel.backends.catalog import BACKENDS
+from bigmodel.plans import Buckets, Plan, Precision, RecomputePolicy, micro_batches
+from bigmodel.simulator import Costs
+
+DEEPSPEED_DEFAULT = 500_000_000
+"""Elements of DeepSpeed's buckets by default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user fixed."""
+
+    global_batch: int
+    optimizer: str
+    precision: Precision
+    backends: tuple[str, ...]
+
+
+def enumerate_plans(costs: Costs, request: Request) -> Iterator[Plan]:
+    """Yield every plan: backend x layout x micro-batch x recomputation."""
+    model = costs.model
+    elements = max(model.trainable_elements, 1)
+    # A bucket larger than the model only takes memory.
+    buckets = Buckets(deepspeed_elements=min(DEEPSPEED_DEFAULT, elements))
+    for name in request.backends:
+        for layout in BACKENDS.get(name).layouts(costs):
+            ranks = layout.mesh.data_parallel
+            if request.global_batch % ranks:
+                continue
+            local = request.global_batch // ranks
+            for micro_batch in micro_batches(local):
+                for recompute in _policies(len(model.units)):
+                    yield Plan(
+                        backend=name,
+                        mesh=layout.mesh,
+                        micro_batch=micro_batch,
+                        accumulation=local // micro_batch,
+                        precision=request.precision,
+                        optimizer=request.optimizer,
+                        units=model.units,
+                        recompute=recompute,
+                        zero_stage=layout.zero_stage,
+                        reshard_after_forward=layout.reshard_after_forward,
+                        stages=layout.stages,
+                        buckets=buckets,
+                    )
+
+
+def _policies(count: int) -> Sequence[tuple[RecomputePolicy, ...]]:
+    return [(), ("full",) * count] if count else [()]
