@@ -1,7 +1,7 @@
 """Everything that bigmodel raises on purpose.
 
     BigModelError                       exit code 1
-    ├── UsageError                      2  the user can mend it; carries every violation at once
+    ├── UsageError                      2  the user can mend it; carries all violations
     │   ├── UnknownNameError               a name that no table has; lists the known ones
     │   ├── InvalidPlanError               a plan that can never be right
     │   ├── PlanFileError                  a plan file that is no plan
@@ -69,9 +69,19 @@ class UnknownNameError(UsageError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
-        near = difflib.get_close_matches(name.lower(), names, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        near = " or ".join(map(repr, _near(name, names)))
+        hint = f" (did you mean {near}?)" if near else ""
         super().__init__(f"no {kind} named {name!r}{hint}; known: {', '.join(names)}")
+
+
+def _near(name: str, names: Sequence[str]) -> list[str]:
+    """Return the names that begin with this one, or else the most similar one."""
+    by_lower = {known.lower(): known for known in names}
+    wanted = name.strip().lower()
+    begun = [known for lower, known in by_lower.items() if lower.startswith(wanted)]
+    if wanted and begun:
+        return begun
+    return [by_lower[n] for n in difflib.get_close_matches(wanted, by_lower, n=1)]
 
 
 class InvalidPlanError(UsageError):

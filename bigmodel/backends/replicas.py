@@ -32,11 +32,6 @@ from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Task
 from bigmodel.units import MIB
 
-FIRST_BUCKET = MIB
-"""`kDefaultFirstBucketBytes`, `reducer.hpp`; used when the cap is torch's default."""
-DEFAULT_CAP = 25 * MIB
-
-
 class Replica:
     """A whole model, or a pipeline stage, replicated with DDP.
 
@@ -61,7 +56,6 @@ class Replica:
         self._bucketed = plan.mesh.replicate > 1
         self._has_gradients = False
         self._bucket = 0
-        self._buckets_sent = 0
         self._reductions: list[int] = []
         weights = sum(step.elements for step in walk.steps)
         builder.hold(WEIGHTS, weights * self._width)
@@ -119,10 +113,8 @@ class Replica:
 
     def _fill(self, size: int, task: int) -> None:
         self._bucket += size
-        cap = int(self._plan.buckets.ddp_megabytes * MIB)
-        if cap == DEFAULT_CAP and self._buckets_sent == 0:
-            cap = FIRST_BUCKET
-        if self._bucket >= cap:
+        # An explicit cap, even torch's default, holds for the first bucket too.
+        if self._bucket >= self._plan.buckets.ddp_megabytes * MIB:
             self._send(task)
 
     def _send(self, task: int) -> None:
@@ -138,5 +130,4 @@ class Replica:
                 )
             )
         )
-        self._buckets_sent += 1
         self._bucket = 0

@@ -1,0 +1,1 @@
+"""The real world as data: models, machines, measured memory."""

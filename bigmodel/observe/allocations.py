@@ -71,7 +71,9 @@ def record_phases(run: Callable[[], None]) -> tuple[PhaseMemory, ...]:
             end = start + event.duration_ns()
             marks.append((start, end, event.name().removeprefix(_MARK)))
     changes.sort(key=lambda change: change[0])
-    return tuple(_phase(name, start, end, changes) for start, end, name in sorted(marks))
+    return tuple(
+        _phase(name, start, end, changes) for start, end, name in sorted(marks)
+    )
 
 
 @contextmanager

@@ -155,7 +155,7 @@ class UnitBoundaries:
 
 
 _TENSOR = object()
-"""Stands for a tensor in the remembered form of an output, so that none is kept alive."""
+"""Stands for a tensor in the remembered form of an output, which keeps none alive."""
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -47,7 +47,7 @@ def is_config(value: object) -> bool:
     return library is not None and isinstance(value, library.PretrainedConfig)
 
 
-def config_of(model: object) -> Any:
+def config_of(model: nn.Module) -> Any:
     """Return the config of a model of transformers; None for any other object."""
     library = sys.modules.get("transformers")
     if library is not None and isinstance(model, library.PreTrainedModel):

@@ -1,8 +1,8 @@
 """What an operator costs: FLOP and bytes, from its tensors.
 
 FLOP of matrix products and attention are those of `torch.utils.flop_counter`, by its
-own table; CPU attention and grouped products (the experts of a mixture), which that table
-lacks, are counted by the same formulas.
+own table; CPU attention and grouped products (the experts of a mixture), which that
+table lacks, are counted by the same formulas.
 Other operators only move memory.
 """
 
@@ -19,9 +19,9 @@ aten = torch.ops.aten
 
 _VIEWS = frozenset(
     {
-        "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select",
-        "unsqueeze", "squeeze", "alias", "detach", "as_strided", "split", "unbind",
-        "split_with_sizes", "chunk", "view_as", "reshape", "empty", "empty_like",
+        "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice",
+        "select", "unsqueeze", "squeeze", "alias", "detach", "as_strided", "split",
+        "unbind", "split_with_sizes", "chunk", "view_as", "reshape", "empty", "empty_like",
         "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "narrow",
         "unfold", "diagonal", "resize_", "is_same_size", "_reshape_alias",
     }
@@ -96,7 +96,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _attention_flops(name: str, inputs: list[torch.Tensor]) -> int:
-    """Two products forward, five backward (two of them recomputed), S x S x head_dim."""
+    """Two products forward, five backward (two of them recomputed): S x S x head."""
     backward = name.endswith("_backward")
     query, key = (inputs[1], inputs[2]) if backward else (inputs[0], inputs[1])
     batch, heads, length, dim = query.shape

@@ -10,27 +10,36 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
+import bigmodel
 from bigmodel.errors import BigModelError, TracingError
 from bigmodel.models import ModelSpec
 from bigmodel.observe.assembly import LawError, assemble
 from bigmodel.observe.blocks import find_blocks
 from bigmodel.observe.boundaries import NotSkippableError, UnitBoundaries
 from bigmodel.observe.fake_model import fake_batch, fake_module
-from bigmodel.observe.huggingface import unpacked_sequences
+from bigmodel.observe.huggingface import real_paths
 from bigmodel.observe.layout import Layout
 from bigmodel.observe.repetition import find_rows, without_repetition
 from bigmodel.observe.sample import describe_sample
 from bigmodel.observe.storages import Recording, StorageFollower
 from bigmodel.observe.target import Target, TargetOperators
+
+_NOT_THE_USERS = tuple(
+    f"{Path(package.__file__ or '').parent}{os.sep}" for package in (bigmodel, torch)
+)
+"""Folders whose code is not where a fault is to be mended."""
 
 SIZES = (2, 3, 4)
 """Micro-batches that are run; see [Note: Three micro-batches]."""
@@ -149,7 +158,7 @@ def _record(
     ]
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(unpacked_sequences())
+            stack.enter_context(real_paths())
             stack.enter_context(subject.mode)
             stack.enter_context(_target_operators(reading))
             stack.enter_context(follower)
@@ -206,16 +215,15 @@ def _with_target_operators(forward: Callable[..., Any], reading: Reading):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(tree)
+    leaves = tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _explain(error: Exception, model: str) -> str:
     """Say where in the user's model tracing failed, why, and what to do."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = ("/bigmodel/", "/torch/")
     place = next(
-        (f for f in reversed(frames) if not any(part in f.filename for part in ours)),
+        (f for f in reversed(frames) if not f.filename.startswith(_NOT_THE_USERS)),
         frames[-1],
     )
     kind = type(error).__name__

@@ -1,6 +1,8 @@
 """The waist of the library: what was decided, on plain frozen data."""
 
+from bigmodel.plans import document as document
 from bigmodel.plans.batching import accumulation_for as accumulation_for
+from bigmodel.plans import document as document
 from bigmodel.plans.batching import micro_batches as micro_batches
 from bigmodel.plans.mesh import Mesh as Mesh
 from bigmodel.plans.plan import Buckets as Buckets

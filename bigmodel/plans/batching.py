@@ -25,7 +25,9 @@ def accumulation_for(global_batch: int, micro_batch: int, mesh: Mesh) -> int:
     )
     per_micro_step = micro_batch * mesh.data_parallel
     if global_batch % per_micro_step:
-        near = max(per_micro_step, round(global_batch / per_micro_step) * per_micro_step)
+        near = max(
+            per_micro_step, round(global_batch / per_micro_step) * per_micro_step
+        )
         raise InvalidPlanError(
             Violation(
                 field="global_batch",
@@ -40,6 +42,4 @@ def accumulation_for(global_batch: int, micro_batch: int, mesh: Mesh) -> int:
 
 def micro_batches(local_batch: int) -> tuple[int, ...]:
     """Return every micro-batch that divides the samples of one rank, largest first."""
-    return tuple(
-        size for size in range(local_batch, 0, -1) if local_batch % size == 0
-    )
+    return tuple(size for size in range(local_batch, 0, -1) if local_batch % size == 0)

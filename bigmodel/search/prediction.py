@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from bigmodel.plans import Plan
+from bigmodel.plans import Plan, document
 from bigmodel.simulator import Timeline
+from bigmodel.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,14 @@ class Estimate:
         """Bytes by which the fullest rank misses the capacity; 0 when it fits."""
         return max(self.high - self.capacity, 0)
 
+    def __str__(self) -> str:
+        return (
+            f"{self.plan.describe()}: {format_seconds(self.seconds)} a step, "
+            f"{self.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
+            f"{format_bytes(self.fullest.device_total)} of "
+            f"{format_bytes(self.capacity)}"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
@@ -110,3 +120,29 @@ class Decision:
     def plan(self) -> Plan:
         """The plan that was chosen."""
         return self.best.plan
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan file, with what was predicted beside the plan."""
+        return document.save(
+            self.plan,
+            path,
+            model=self.model,
+            cluster=self.cluster,
+            predicted={
+                "seconds": self.best.seconds,
+                "tokens_per_second_per_gpu": self.best.tokens_per_second_per_gpu,
+                "peak_allocated_bytes": self.best.fullest.allocated,
+                "peak_reserved_bytes": self.best.fullest.reserved,
+                "device_total_bytes": self.best.fullest.device_total,
+            },
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model} on {self.cluster}, global batch {self.global_batch}",
+            f"  best       {self.best}",
+            *(f"  runner-up  {estimate}" for estimate in self.runners_up),
+            f"  {self.considered} plans considered, {self.simulated} simulated, "
+            f"{len(self.rejected)} rejected",
+        ]
+        return "\n".join(lines)

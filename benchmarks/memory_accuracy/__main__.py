@@ -1,0 +1,178 @@
+"""Predicted against measured peak of allocated bytes, on the CPU, at 2 processes.
+
+    python benchmarks/memory_accuracy [--quick] [--out benchmarks/results]
+
+Prints a table with a row for every case and its worst rank, and a summary by backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import cases as matrix
+
+import bigmodel
+from bigmodel.clusters import Cluster, Device, Link, Node
+from bigmodel.models import ModelSpec
+from bigmodel.search import predict
+from bigmodel.simulator import Costs
+from bigmodel.units import GIB, MIB
+
+PROCESSES = 2
+
+# Only bytes are compared, so any CPU device serves.
+CLUSTER = Cluster(
+    name="2xcpu",
+    node=Node(
+        device=Device(
+            name="cpu",
+            kind="cpu",
+            memory=64 * GIB,
+            bandwidth=1e10,
+            peaks={"float32": 1e11, "bfloat16": 1e11},
+            source="a stand-in",
+        ),
+        count=PROCESSES,
+        link=Link(bandwidth=1e9, latency=1e-4),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A case on its worst rank."""
+
+    case: str
+    backend: str
+    rank: int
+    measured: int
+    predicted: int
+    drift: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted / self.measured - 1
+
+
+def measure(*, quick: bool) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "torch.distributed.run",
+            f"--nproc-per-node={PROCESSES}", "--rdzv-backend=c10d",
+            "--rdzv-endpoint=localhost:0", "--local-addr=localhost",
+            str(HERE / "worker.py"), folder, "quick" if quick else "all",
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, env=environment, timeout=3000)
+        return [
+            json.loads((Path(folder) / f"rank{rank}.json").read_text())
+            for rank in range(PROCESSES)
+        ]
+
+
+def spec_of(model: str) -> ModelSpec:
+    make, batch, loss = matrix.MODELS[model]
+    return bigmodel.trace(
+        make, batch(2), precision="fp32", target="cpu", loss=loss
+    )
+
+
+def compare(ranks: list[dict], *, quick: bool) -> list[Row]:
+    costs = {name: Costs(spec_of(name), CLUSTER) for name in matrix.MODELS}
+    rows = []
+    for case in matrix.cases(quick=quick):
+        estimate = predict(case.plan, costs[case.model])
+        candidates = [
+            Row(
+                case=case.name,
+                backend=case.plan.backend,
+                rank=rank,
+                measured=measured[case.name]["peak"],
+                predicted=estimate.ranks[case.plan.mesh.stage(rank)].allocated,
+                drift=measured[case.name]["drift"],
+            )
+            for rank, measured in enumerate(ranks)
+        ]
+        rows.append(max(candidates, key=lambda row: abs(row.error)))
+    return rows
+
+
+def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.backend, []).append(row)
+    groups["all"] = rows
+    return {
+        name: {
+            "cases": len(group),
+            "median": statistics.median(abs(row.error) for row in group),
+            "maximum": max(abs(row.error) for row in group),
+            "deepest_under_estimate": min(0.0, *(row.error for row in group)),
+            "drifted": sum(row.drift > 0 for row in group),
+        }
+        for name, group in groups.items()
+    }
+
+
+def show(rows: list[Row]) -> None:
+    print(f"{'case':34} {'rank':>4} {'measured':>12} {'predicted':>12} {'error':>8}")
+    for row in rows:
+        note = f"  the recording drifted by {row.drift} B" if row.drift else ""
+        print(
+            f"{row.case:34} {row.rank:>4} {row.measured / MIB:>8.3f} MiB "
+            f"{row.predicted / MIB:>8.3f} MiB {row.error:>+8.2%}{note}"
+        )
+    print()
+    for name, figures in summary(rows).items():
+        print(
+            f"{name:10} {figures['cases']:>3} cases: median |error| "
+            f"{figures['median']:.2%}, largest {figures['maximum']:.2%}, deepest "
+            f"under-estimate {figures['deepest_under_estimate']:.2%}"
+        )
+
+
+def save(rows: list[Row], folder: Path) -> None:
+    versions = {
+        name: version(name) for name in ("torch", "deepspeed", "transformers")
+    }
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    document = {
+        "what": "peak of allocated bytes of a steady step, predicted and measured",
+        "date": str(date.today()),
+        "machine": machine,
+        "versions": {"bigmodel": bigmodel.__version__, **versions},
+        "summary": summary(rows),
+        "rows": [{**asdict(row), "error": row.error} for row in rows],
+    }
+    path = folder / f"memory_accuracy_cpu_{PROCESSES}_processes.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"\nwritten to {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="half of the cases")
+    parser.add_argument("--out", type=Path, help="write the table into this folder")
+    args = parser.parse_args()
+    rows = compare(measure(quick=args.quick), quick=args.quick)
+    show(rows)
+    if args.out:
+        save(rows, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What is measured: models, and plans for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from bigmodel.plans import Buckets, Mesh, Plan, Stages
+
+GPT_BLOCKS = 4
+MLP_LAYERS = 6
+SEQUENCE = 128
+VOCABULARY = 512
+
+
+def gpt() -> nn.Module:
+    """A GPT-2 with tied embeddings, 1.9 M parameters."""
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=GPT_BLOCKS,
+            n_embd=192,
+            n_head=6,
+            vocab_size=VOCABULARY,
+            n_positions=SEQUENCE,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+    )
+
+
+def mlp() -> nn.Module:
+    """A plain MLP, 0.9 M parameters."""
+    layers: list[nn.Module] = []
+    for _ in range(MLP_LAYERS):
+        layers += [nn.Linear(384, 384), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(384, 10))
+
+
+def mlp_loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Cross-entropy against the second entry of the batch."""
+    return nn.functional.cross_entropy(output, batch[1])
+
+
+def gpt_batch(samples: int) -> dict[str, torch.Tensor]:
+    """Random tokens."""
+    tokens = torch.randint(0, VOCABULARY, (samples, SEQUENCE))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def mlp_batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random features and classes."""
+    return torch.randn(samples, 384), torch.randint(0, 10, (samples,))
+
+
+MODELS = {"gpt": (gpt, gpt_batch, None), "mlp": (mlp, mlp_batch, mlp_loss)}
+"""Name to module, batch of a number of samples, loss function."""
+
+UNITS = {
+    "gpt": tuple(f"transformer.h.{index}" for index in range(GPT_BLOCKS)),
+    "mlp": tuple(str(index) for index in range(2 * MLP_LAYERS + 1)),
+}
+CUTS = {"gpt": (2,), "mlp": (6,)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One model under one plan."""
+
+    name: str
+    model: str
+    plan: Plan
+
+
+def cases(*, quick: bool) -> Iterator[Case]:
+    """Yield the matrix at 2 processes; `quick` leaves out repetition."""
+    for model in MODELS:
+        for recompute in ("none", "full"):
+            for accumulation in (2,) if quick else (1, 4):
+                for label, plan in _plans(model, accumulation):
+                    policies = (recompute,) * len(plan.units)
+                    yield Case(
+                        name=f"{model} {label} {recompute} x{accumulation}",
+                        model=model,
+                        plan=replace(plan, recompute=policies),
+                    )
+
+
+def _plans(model: str, accumulation: int) -> Iterator[tuple[str, Plan]]:
+    base = Plan(
+        backend="ddp",
+        mesh=Mesh(replicate=2),
+        micro_batch=4,
+        accumulation=accumulation,
+        units=UNITS[model],
+    )
+    yield "ddp", base
+    yield (
+        "ddp, no views",
+        replace(base, buckets=Buckets(ddp_gradient_views=False)),
+    )
+    sharded = replace(base, backend="fsdp2", mesh=Mesh(shard=2))
+    yield "fsdp2, reshard", sharded
+    yield "fsdp2, keep", replace(sharded, reshard_after_forward=False)
+    for stage in (1, 2, 3):
+        yield (
+            f"deepspeed {stage}",
+            replace(
+                sharded,
+                backend="deepspeed",
+                zero_stage=stage,
+                buckets=Buckets(deepspeed_elements=500_000),
+            ),
+        )
+    for schedule in ("gpipe", "1f1b"):
+        if schedule == "1f1b" and accumulation < 2:
+            continue
+        stages = Stages(schedule=schedule, cuts=CUTS[model])
+        yield (
+            schedule,
+            replace(base, backend="pipeline", mesh=Mesh(pipeline=2), stages=stages),
+        )

@@ -1,0 +1,46 @@
+"""One rank: really trains every case and writes what the allocator saw."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cases as matrix
+
+from bigmodel.running.measuring import measure_memory
+from bigmodel.running.session import Engine, prepare
+
+
+def make(case: matrix.Case) -> Engine:
+    model, _, loss = matrix.MODELS[case.model]
+    return prepare(case.plan, model, partial(torch.optim.AdamW, lr=1e-3), loss)
+
+
+def main() -> None:
+    out, quick = Path(sys.argv[1]), sys.argv[2] == "quick"
+    torch.set_num_threads(1)
+    dist.init_process_group()
+    measured = {}
+    for case in matrix.cases(quick=quick):
+        _, batch, _ = matrix.MODELS[case.model]
+        samples = case.plan.local_batch
+        memory = measure_memory(
+            partial(make, case), lambda engine, make=batch, n=samples: make(n)
+        )
+        measured[case.name] = asdict(memory)
+        if dist.get_rank() == 0:
+            print(f"measured {case.name}", flush=True)
+    (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(measured))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The public functions, each a few lines over the packages below."""

@@ -1,0 +1,56 @@
+"""Which plans DeepSpeed's ZeRO accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+from bigmodel.backends.backend import AbstractBackend, Layout
+from bigmodel.backends.deepspeed import shadow
+from bigmodel.clusters import Cluster
+from bigmodel.errors import Violation
+from bigmodel.models import ModelSpec
+from bigmodel.plans import Mesh, Plan
+from bigmodel.simulator import Costs, Program
+
+
+@final
+class DeepSpeed(AbstractBackend):
+    """ZeRO 1 shards optimizer states, 2 gradients too, 3 weights too."""
+
+    name = "deepspeed"
+
+    def violations(
+        self, plan: Plan, model: ModelSpec | None, cluster: Cluster | None
+    ) -> Iterator[Violation]:
+        """Yield other axes than `shard`, and a missing stage."""
+        if plan.mesh.world != plan.mesh.shard:
+            yield Violation(
+                field="mesh",
+                got=str(plan.mesh),
+                rule="backend 'deepspeed' only shards",
+                cure=f"use Mesh(shard={plan.mesh.world}), or another backend",
+            )
+        if plan.zero_stage == 0:
+            yield Violation(
+                field="zero_stage",
+                got=0,
+                rule="backend 'deepspeed' needs a ZeRO stage",
+                cure="use 1, 2 or 3, or backend 'ddp'",
+            )
+
+    def layouts(self, costs: Costs) -> Iterator[Layout]:
+        """Yield the three stages."""
+        if costs.cluster.world > 1:
+            mesh = Mesh(shard=costs.cluster.world)
+            for stage in (1, 2, 3):
+                yield Layout(mesh=mesh, zero_stage=stage)
+
+    def programs(
+        self, plan: Plan, costs: Costs, micro_batches: int
+    ) -> tuple[Program, ...]:
+        """Return the shadow's program."""
+        return shadow.programs(plan, costs, micro_batches)
+
+
+BACKEND = DeepSpeed()

@@ -1,0 +1,193 @@
+"""Training with DeepSpeed's ZeRO."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bigmodel.backends.deepspeed.config import deepspeed_config
+from bigmodel.backends.engine import AbstractEngine, Batch, Job
+from bigmodel.backends.evaluation import evaluating
+from bigmodel.backends.forward import compute_loss, model_inputs
+from bigmodel.backends.optimizers import build_optimizer, trainable
+from bigmodel.backends.precision import autocast, cast_inputs
+from bigmodel.backends.recompute import apply_recompute
+from bigmodel.errors import InvalidPlanError, MissingDependencyError, Violation
+from bigmodel.observe.blocks import get_blocks
+from bigmodel.plans import Plan
+
+_TAG = "state"
+"""Name of the folder that DeepSpeed makes within a checkpoint."""
+
+
+def build(job: Job) -> AbstractEngine:
+    """Return the engine of this rank."""
+    plan = job.plan
+    found = []
+    if plan.mesh.world != plan.mesh.shard:
+        found.append(
+            Violation(
+                field="mesh",
+                got=str(plan.mesh),
+                rule="backend 'deepspeed' only shards",
+                cure=f"use Mesh(shard={plan.mesh.world}), or another backend",
+            )
+        )
+    if plan.zero_stage == 0:
+        found.append(
+            Violation(
+                field="zero_stage",
+                got=0,
+                rule="backend 'deepspeed' needs a ZeRO stage",
+                cure="use 1, 2 or 3, or backend 'ddp'",
+            )
+        )
+    if found:
+        raise InvalidPlanError(found)
+    return DeepSpeedEngine(job)
+
+
+@final
+class DeepSpeedEngine(AbstractEngine):
+    """ZeRO 1: optimizer states are sharded; 2: gradients too; 3: weights too.
+
+    With precision `bf16` the fp32 masters begin at the weights rounded to bfloat16,
+    because DeepSpeed makes them after it has cast the model.
+    """
+
+    def __init__(self, job: Job) -> None:
+        deepspeed = _import_deepspeed(job.device)
+        self._plan = plan = job.plan
+        self._loss = job.loss
+        self._clip_norm = job.clip_norm
+        self._device = job.device
+        self._model = model = job.model
+        apply_recompute(get_blocks(model, plan.units), plan)
+        _autocast_inside(model, plan, job.device)
+        buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
+        # Stage 3 shards the model itself; before that it must be on the device.
+        model.to(job.device)
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_optimizer(job.optimizer, trainable(model)),
+            config=deepspeed_config(plan, job.clip_norm),
+            dist_init_required=False,
+        )
+        for name, buffer in model.named_buffers():
+            # Older releases cast buffers to bfloat16 too.
+            if buffer.dtype != buffers[name]:
+                buffer.data = buffer.data.to(buffers[name])
+
+    def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """Accumulate by DeepSpeed's own counting, which divides the loss as well."""
+        total = torch.zeros((), device=self._device)
+        last = len(micro_batches) - 1
+        for index, batch in enumerate(micro_batches):
+            loss = self._forward(batch)
+            self._engine.backward(loss)
+            if index < last:
+                # Only counts: the optimizer steps at the last micro-batch, in update.
+                self._engine.step()
+            total += loss.detach()
+        return total / len(micro_batches)
+
+    def update(self) -> Tensor | None:
+        """Clip, step and drop the gradients, as configured."""
+        self._engine.step()
+        if self._clip_norm is None:
+            return None
+        norm = self._engine.get_global_grad_norm()
+        return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Return the loss of this rank's batch; stage 3 gathers weights meanwhile."""
+        with evaluating(self._model):
+            return self._forward(batch).detach()
+
+    def model_state(self) -> dict[str, Tensor]:
+        """Gather the weights, one at a time, to rank 0."""
+        first = dist.get_rank() == 0
+        known: dict[int, Tensor] = {}
+        state: dict[str, Tensor] = {}
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            # Tied weights are one parameter under several names.
+            if id(value) not in known:
+                full = self._full(value)
+                known[id(value)] = full.cpu().clone() if first else value
+            state[name] = known[id(value)]
+        return state if first else {}
+
+    def save(self, folder: str) -> None:
+        """Write DeepSpeed's own checkpoint."""
+        self._engine.save_checkpoint(folder, tag=_TAG)
+
+    def load(self, folder: str) -> None:
+        """Read DeepSpeed's own checkpoint."""
+        path, _ = self._engine.load_checkpoint(folder, tag=_TAG)
+        if path is None:
+            raise FileNotFoundError(f"{folder!r} holds no DeepSpeed checkpoint")
+
+    @torch.no_grad()
+    def _full(self, value: Tensor) -> Tensor:
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if value.requires_grad and self._plan.precision == "bf16":
+            master = safe_get_full_fp32_param(value)
+            if master is not None:
+                return master
+        if self._plan.zero_stage == 3 and isinstance(value, nn.Parameter):
+            with GatheredParameters([value]):
+                return value.detach().clone()
+        return value.detach()
+
+    def _forward(self, batch: Batch) -> Tensor:
+        positional, named = cast_inputs(
+            self._plan, model_inputs(self._model, batch, self._loss)
+        )
+        output: Any = self._engine(*positional, **named)
+        with autocast(self._plan, self._device):
+            return compute_loss(self._model, output, batch, self._loss)
+
+
+def _autocast_inside(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Let the model's forward run under autocast, entered below DeepSpeed.
+
+    DeepSpeed switches off an autocast that is on when its own forward is called.
+    """
+    if plan.precision != "autocast":
+        return
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with autocast(plan, device):
+            return forward(*args, **kwargs)
+
+    model.forward = run
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    try:
+        import deepspeed
+        from deepspeed.ops import __compatible_ops__ as compatible
+    except ImportError:
+        raise MissingDependencyError(
+            "deepspeed", "deepspeed", "backend 'deepspeed'"
+        ) from None
+    # DeepSpeed calls collectives by names that torch 2.13 has deprecated, and every
+    # call of stage 3 would say so again.
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
+    )
+    if device.type == "cpu":
+        # The shared-memory collective would be compiled at first start, for minutes,
+        # and a process killed meanwhile leaves a lock that later ones wait for.
+        compatible["deepspeed_shm_comm"] = False
+    return deepspeed

@@ -1,0 +1,196 @@
+"""When ZeRO 3 gathers weights and when it lets them go.
+
+Source: deepspeed 0.19, `runtime/zero/partitioned_param_coordinator.py`, in the steady
+state: the order in which modules run is known from the second micro-batch on
+(`is_complete_trace`). At every module, forward or backward:
+
+    fetch      what the module needs and nobody has asked for is gathered; it is waited
+               for; then the weights that come next are gathered, `PREFETCH` elements
+               at a time, while fewer than `MAX_LIVE` are there
+    release    the module's weights go, unless they are needed again within `MAX_REUSE`
+               elements of the order, or a prefetch has passed over that next use
+
+Weights that are gathered together lie in one flat buffer. When the first of them is
+waited for, all are copied out of it (`AllGatherCoalescedHandle.wait`); the buffer stays
+until a module has asked for the last of them. A weight that is gathered alone is used
+where it was gathered (`_all_gather_sequential`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+PREFETCH = 50_000_000
+"""`prefetch_bucket_size`, `runtime/zero/config.py`."""
+MAX_LIVE = 1_000_000_000
+"""`max_live_parameters`."""
+MAX_REUSE = 1_000_000_000
+"""`max_reuse_distance`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A weight that is not on every rank."""
+
+    elements: int
+    padded: int
+    """Elements of all its shards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathering:
+    """One all-gather."""
+
+    number: int
+    flat: int
+    """Elements of its buffer."""
+    copies: int
+    """Elements that are copied out of it; 0 where the buffer is the weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """`gather`: an all-gather is issued; `open`: it is waited for and copied out;
+    `drop`: its buffer goes."""
+
+    kind: Literal["gather", "open", "drop"]
+    gathering: Gathering
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """A unit's forward or backward."""
+
+    before: tuple[Event, ...]
+    released: int
+    """Elements that go at its end."""
+
+
+class Coordinator:
+    """Follows the weights through a forward and a backward.
+
+    Args:
+        weights: By name; names that are missing are held by every rank.
+        order: The modules in the order of forward and backward, each with the index of
+            the visit that it belongs to and the names of its weights.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Weight],
+        order: Sequence[tuple[int, tuple[str, ...]]],
+    ) -> None:
+        self._weights = weights
+        self._order = [
+            (visit, tuple(dict.fromkeys(n for n in names if n in weights)))
+            for visit, names in order
+        ]
+        sizes = (sum(weights[n].elements for n in names) for _, names in self._order)
+        self._passed = [0, *accumulate(sizes)]
+        self._uses: dict[str, list[int]] = {}
+        self._queue: deque[tuple[str, int]] = deque()
+        for index, (_, names) in enumerate(self._order):
+            for name in names:
+                self._uses.setdefault(name, []).append(index)
+                self._queue.append((name, index))
+        self._fetched_for: dict[str, int] = {}
+        self._flying: dict[str, Gathering] = {}
+        self._members: dict[int, set[str]] = {}
+        self._opened: set[int] = set()
+        self._held: dict[str, int] = {}
+        self._live = 0
+        self._events: list[Event] = []
+
+    def visits(self, count: int) -> tuple[Visit, ...]:
+        """Return what happens in each of the visits."""
+        before: list[list[Event]] = [[] for _ in range(count)]
+        released = [0] * count
+        for index, (visit, names) in enumerate(self._order):
+            self._events = before[visit]
+            self._fetch(index, names)
+            released[visit] += self._release(index + 1, names)
+        # What is left goes with the end of the backward (`release_backward_leftovers`).
+        if count:
+            released[-1] += sum(self._held.values())
+        return tuple(
+            Visit(before=tuple(events), released=size)
+            for events, size in zip(before, released, strict=True)
+        )
+
+    def _fetch(self, index: int, names: tuple[str, ...]) -> None:
+        self._gather([n for n in names if not self._is_asked_for(n)])
+        for name in names:
+            self._wait(name)
+        missing = {n for n in names if self._fetched_for.get(n, -1) < index}
+        for _ in range(len(missing)):
+            name, use = self._queue.popleft()
+            self._fetched_for[name] = use
+        self._prefetch()
+
+    def _prefetch(self) -> None:
+        limit = min(MAX_LIVE - self._live, PREFETCH)
+        chosen: dict[str, None] = {}
+        elements = 0
+        while self._queue and elements < limit:
+            name, use = self._queue.popleft()
+            self._fetched_for[name] = max(self._fetched_for.get(name, -1), use)
+            if name not in chosen and not self._is_asked_for(name):
+                chosen[name] = None
+                elements += self._weights[name].elements
+        self._gather(list(chosen))
+
+    def _is_asked_for(self, name: str) -> bool:
+        return name in self._held or name in self._flying
+
+    def _gather(self, names: list[str]) -> None:
+        if not names:
+            return
+        weights = [self._weights[name] for name in names]
+        alone = len(names) == 1
+        elements = sum(weight.elements for weight in weights)
+        gathering = Gathering(
+            number=len(self._members),
+            flat=sum(weight.padded for weight in weights),
+            copies=0 if alone else elements,
+        )
+        self._members[gathering.number] = set(names)
+        for name in names:
+            self._flying[name] = gathering
+        self._live += elements
+        self._events.append(Event(kind="gather", gathering=gathering))
+
+    def _wait(self, name: str) -> None:
+        gathering = self._flying.pop(name, None)
+        if gathering is None:
+            return
+        members = self._members[gathering.number]
+        if gathering.number not in self._opened:
+            self._opened.add(gathering.number)
+            self._events.append(Event(kind="open", gathering=gathering))
+        weight = self._weights[name]
+        self._held[name] = weight.elements if gathering.copies else weight.padded
+        members.discard(name)
+        if not members and gathering.copies:
+            self._events.append(Event(kind="drop", gathering=gathering))
+
+    def _release(self, step: int, names: tuple[str, ...]) -> int:
+        released = 0
+        for name in names:
+            if name in self._held and not self._is_kept(step, name):
+                released += self._held.pop(name)
+                self._live -= self._weights[name].elements
+        return released
+
+    def _is_kept(self, step: int, name: str) -> bool:
+        if self._fetched_for.get(name, -1) > step:
+            return True
+        uses = self._uses[name]
+        at = bisect_left(uses, step)
+        if at == len(uses):
+            return False
+        return self._passed[uses[at]] - self._passed[step] < MAX_REUSE

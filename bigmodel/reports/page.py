@@ -1,0 +1,73 @@
+"""A decision as one HTML page that needs nothing else: no network, no scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader
+
+from bigmodel.reports.memory_bars import draw_memory_bars
+from bigmodel.reports.memory_curve import draw_memory_curve
+from bigmodel.reports.rejections import group_rejected
+from bigmodel.reports.streams_chart import draw_streams
+from bigmodel.search.prediction import Decision
+from bigmodel.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A predicted quantity beside the measured one."""
+
+    name: str
+    predicted: float
+    measured: float
+    is_bytes: bool = True
+    """Bytes, or else seconds."""
+
+    @property
+    def error(self) -> float:
+        """Share by which the prediction is above what was measured."""
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+
+def render_page(decision: Decision, measured: Sequence[Comparison] = ()) -> str:
+    """Return the page of a decision.
+
+    Args:
+        decision: What was decided.
+        measured: Shown as a section of its own, where a run was measured.
+    """
+    environment = Environment(
+        loader=PackageLoader("bigmodel.reports", ""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["in_bytes"] = format_bytes
+    environment.filters["in_seconds"] = format_seconds
+    best = decision.best
+    stage = min(best.fullest.stage, max(len(best.timelines) - 1, 0))
+    timeline = best.timelines[stage] if best.timelines else None
+    return environment.get_template("page.html").render(
+        decision=decision,
+        best=best,
+        estimates=(best, *decision.runners_up),
+        bars=draw_memory_bars((best, *decision.runners_up)),
+        timeline=timeline,
+        curve=draw_memory_curve(timeline) if timeline else None,
+        lanes=draw_streams(best.timelines),
+        span=max((t.seconds for t in best.timelines), default=0.0),
+        rejected=group_rejected(decision.rejected),
+        measured=tuple(measured),
+    )
+
+
+def save_page(
+    decision: Decision, path: str | Path, measured: Sequence[Comparison] = ()
+) -> Path:
+    """Write the page of a decision and return its path."""
+    path = Path(path)
+    path.write_text(render_page(decision, measured), encoding="utf-8")
+    return path

@@ -1,0 +1,73 @@
+"""Streams of one step as lanes of boxes, one lane for every stream and stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bigmodel.simulator import Timeline
+from bigmodel.simulator.timeline import Span
+
+_WIDTH = 1000.0
+_BOXES = 700
+"""Boxes in the whole chart; neighbours are joined where there are more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What ran, on a field 1000 wide."""
+
+    label: str
+    left: float
+    width: float
+    seconds: float
+    backward: bool
+    """Whether it belongs to the backward, which has a colour of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One stream of one stage."""
+
+    name: str
+    boxes: tuple[Box, ...]
+
+
+def draw_streams(timelines: Sequence[Timeline]) -> tuple[Lane, ...]:
+    """Return the lanes of the stages of one step, on a common scale of time."""
+    end = max((timeline.seconds for timeline in timelines), default=0.0)
+    if not end:
+        return ()
+    streams: list[tuple[str, list[Span]]] = []
+    for stage, timeline in enumerate(timelines):
+        by_stream: dict[str, list[Span]] = {}
+        for span in timeline.spans:
+            if span.end > span.start:
+                by_stream.setdefault(span.stream, []).append(span)
+        prefix = f"stage {stage} " if len(timelines) > 1 else ""
+        streams += [(prefix + name, spans) for name, spans in by_stream.items()]
+    budget = max(_BOXES // max(len(streams), 1), 8)
+    return tuple(Lane(name, _boxes(spans, end, budget)) for name, spans in streams)
+
+
+def _boxes(spans: Sequence[Span], end: float, budget: int) -> tuple[Box, ...]:
+    """Join spans that follow each other until few enough are left."""
+    ordered = sorted(spans, key=lambda span: span.start)
+    group = -(-len(ordered) // budget)
+    boxes = []
+    for first in range(0, len(ordered), group):
+        part = ordered[first : first + group]
+        label = part[0].label
+        if len(part) > 1:
+            label += f" to {part[-1].label}"
+        start, stop = part[0].start, max(span.end for span in part)
+        boxes.append(
+            Box(
+                label=label,
+                left=_WIDTH * start / end,
+                width=max(_WIDTH * (stop - start) / end, 0.3),
+                seconds=stop - start,
+                backward="backward" in part[0].label,
+            )
+        )
+    return tuple(boxes)

@@ -1,0 +1,1 @@
+"""Running a plan: processes, the training loop, data and progress."""
