@@ -36,7 +36,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 benchmark: $(INSTALLED)
-	$(BIN)/python benchmarks/memory_accuracy
+	$(BIN)/python -m benchmarks.memory_accuracy --out benchmarks/results
 
 # torch comes first and alone: DeepSpeed and fairscale need it to build, and without the
 # constraint a build of several GB would be fetched.

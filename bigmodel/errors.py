@@ -1,17 +1,17 @@
 """Everything that bigmodel raises on purpose.
 
-    BigModelError                       exit code 1
-    ├── UsageError                      2  the user can mend it; carries all violations
-    │   ├── UnknownNameError               a name that no table has; lists the known ones
-    │   ├── InvalidPlanError               a plan that can never be right
-    │   ├── PlanFileError                  a plan file that is no plan
-    │   ├── InvalidClusterError            a cluster that cannot exist
-    │   ├── TracingError                   a model that could not be read
-    │   ├── MissingDependencyError         an optional library that is not installed
-    │   └── WorldError                     the processes do not match the plan
-    ├── NothingFitsError                3  no plan fits the cluster
-    ├── OutOfMemoryError                4  memory ran out while training
-    └── WorkerError                     1  a process died or never answered
+BigModelError                       exit code 1
+├── UsageError                      2  the user can mend it; carries all violations
+│   ├── UnknownNameError               a name that no table has; lists known ones
+│   ├── InvalidPlanError               a plan that can never be right
+│   ├── PlanFileError                  a plan file that is no plan
+│   ├── InvalidClusterError            a cluster that cannot exist
+│   ├── TracingError                   a model that could not be read
+│   ├── MissingDependencyError         an optional library that is not installed
+│   └── WorldError                     the processes do not match the plan
+├── NothingFitsError                3  no plan fits the cluster
+├── OutOfMemoryError                4  memory ran out while training
+└── WorkerError                     1  a process died or never answered
 """
 
 from __future__ import annotations

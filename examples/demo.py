@@ -14,10 +14,11 @@ import json
 import math
 import statistics
 import sys
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+from measure_step import SEQUENCE, make_model, sizes
 from rich.console import Console
 
 import bigmodel
@@ -30,8 +31,6 @@ from bigmodel.units import format_bytes, format_seconds
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parent / "recipes" / "pretrain_gpt.py"
 MEASURE = HERE / "measure_step.py"
-sys.path.insert(0, str(HERE))
-from measure_step import LAYERS, SEQUENCE, sizes  # noqa: E402
 
 PROCESSES = 2
 GLOBAL_BATCH = 16
@@ -97,8 +96,6 @@ def main() -> int:
 
 def decide() -> bigmodel.Decision:
     """Plan for two devices, each half of this machine's cores."""
-    from measure_step import make_model
-
     tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
     return bigmodel.plan(
         make_model,
@@ -130,7 +127,7 @@ def compare(
             )
         )
     ends = [line["seconds"] for line in lines]
-    steps = [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)]
+    steps = [later - earlier for earlier, later in pairwise(ends)]
     rows.append(
         Comparison(
             name="seconds of a step, median",

@@ -20,7 +20,7 @@ from bigmodel.running.script import run_main
 from bigmodel.running.session import Engine, prepare
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
-import pretrain_gpt  # noqa: E402
+import pretrain_gpt
 
 LAYERS, HIDDEN, HEADS, SEQUENCE = 4, 192, 6, 128
 

@@ -1,6 +1,6 @@
 """Predicted against measured peak of allocated bytes, on the CPU, at 2 processes.
 
-    python benchmarks/memory_accuracy [--quick] [--out benchmarks/results]
+    python -m benchmarks.memory_accuracy [--quick] [--out benchmarks/results]
 
 Prints a table with a row for every case and its worst rank, and a summary by backend.
 """
@@ -20,11 +20,8 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-import cases as matrix
-
 import bigmodel
+from benchmarks.memory_accuracy import cases as matrix
 from bigmodel.clusters import Cluster, Device, Link, Node
 from bigmodel.models import ModelSpec
 from bigmodel.search import predict
@@ -74,7 +71,8 @@ def measure(*, quick: bool) -> list[dict]:
             sys.executable, "-m", "torch.distributed.run",
             f"--nproc-per-node={PROCESSES}", "--rdzv-backend=c10d",
             "--rdzv-endpoint=localhost:0", "--local-addr=localhost",
-            str(HERE / "worker.py"), folder, "quick" if quick else "all",
+            "-m", "benchmarks.memory_accuracy.worker", folder,
+            "quick" if quick else "all",
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, timeout=3000)
@@ -86,9 +84,7 @@ def measure(*, quick: bool) -> list[dict]:
 
 def spec_of(model: str) -> ModelSpec:
     make, batch, loss = matrix.MODELS[model]
-    return bigmodel.trace(
-        make, batch(2), precision="fp32", target="cpu", loss=loss
-    )
+    return bigmodel.trace(make, batch(2), precision="fp32", target="cpu", loss=loss)
 
 
 def compare(ranks: list[dict], *, quick: bool) -> list[Row]:
@@ -146,9 +142,7 @@ def show(rows: list[Row]) -> None:
 
 
 def save(rows: list[Row], folder: Path) -> None:
-    versions = {
-        name: version(name) for name in ("torch", "deepspeed", "transformers")
-    }
+    versions = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
     document = {
         "what": "peak of allocated bytes of a steady step, predicted and measured",

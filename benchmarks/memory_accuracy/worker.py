@@ -11,9 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-import cases as matrix
-
+from benchmarks.memory_accuracy import cases as matrix
 from bigmodel.running.measuring import measure_memory
 from bigmodel.running.session import Engine, prepare
 

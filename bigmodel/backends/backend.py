@@ -1,5 +1,7 @@
-"""What a backend says of itself before anything runs: which plans it accepts, and which
-it offers to the search. Pure: no torch.
+"""What a backend says of itself before anything runs.
+
+Which plans it accepts, which it offers to the search, what they do to memory and time.
+Pure: no torch.
 """
 
 from __future__ import annotations

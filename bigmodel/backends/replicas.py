@@ -2,10 +2,10 @@
 
 Source: torch 2.13, `torch/csrc/distributed/c10d/reducer.cpp` and
 `torch/nn/parallel/distributed.py`. Buckets hold every gradient and stay. With gradient
-views (`gradient_as_bucket_view`) a gradient that autograd made is copied into its bucket
-and replaced by the view; without, both stay to the end of the step. Micro-batches under
-`no_sync` accumulate in gradients of their own, views or not, because the step before
-has set them to None.
+views (`gradient_as_bucket_view`) a gradient that autograd made is copied into its
+bucket and replaced by the view; without, both stay to the end of the step. Under
+`no_sync` gradients accumulate in tensors of their own, views or not, because the step
+before has set them to None.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from bigmodel.models import Gradient
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Task
 from bigmodel.units import MIB
+
 
 class Replica:
     """A whole model, or a pipeline stage, replicated with DDP.

@@ -42,6 +42,7 @@ from bigmodel.clusters import group
 from bigmodel.models import Param
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Task
+from bigmodel.simulator.program import Stream
 
 REDUCE_BYTES = 4
 """Bytes of one element while gradients are reduced: always fp32."""
@@ -89,7 +90,7 @@ class Shards:
         self._ranks = plan.mesh.shard
         self._group = group(costs.cluster, self._ranks)
         self._replicas = group(costs.cluster, plan.mesh.replicate, self._ranks)
-        self._stream = communication(costs)
+        self._stream: Stream = communication(costs)
         self._root = _group("(root)", _outside(walk.steps), self._ranks)
         self._groups = [
             _group(step.label, step.owned, self._ranks)
@@ -297,9 +298,7 @@ class Shards:
 
 
 def _outside(steps: Sequence[Step]) -> list[Param]:
-    return [
-        p for step in steps if step.placed.role != "block" for p in step.owned
-    ]
+    return [p for step in steps if step.placed.role != "block" for p in step.owned]
 
 
 def _group(label: str, params: Sequence[Param], ranks: int) -> ShardGroup:

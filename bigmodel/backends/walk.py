@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bigmodel.models import OPTIMIZERS, Gradient, Param, Placed, Unit
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Segment, Task
-from bigmodel.simulator.program import Stream
+from bigmodel.simulator.program import Stream, merge
 from bigmodel.simulator.roofline import pass_seconds
 from bigmodel.simulator.segments import join
 
@@ -212,22 +212,18 @@ class Walk:
                 after(index)
         self._ends("backward_end", f"end of backward {name}")
 
-    def residue(self, without: str) -> int:
-        """Return the bytes that a micro-batch leaves live after its backward.
+    def residue(self) -> dict[str, int]:
+        """Return, by holder, the bytes that a micro-batch leaves live at its end.
 
-        Zero in a whole model; a pipeline stage hands some of what it makes to others
-        and frees some of what they made.
-
-        Args:
-            without: A holder that is not counted.
+        In a whole model only gradients; a pipeline stage also hands some of what it
+        makes to others, and frees some of what they made.
         """
-        return sum(
-            count
+        changes = (
+            self._whole(step, phase).change
             for step in self.steps
             for phase in ("forward", "backward", "forward_end", "backward_end")
-            for holder, count in self._whole(step, phase).change
-            if holder != without
         )
+        return dict(merge(*changes))
 
     def _segments(self, step: Step, phase: str) -> tuple[Segment, ...]:
         return self.costs.segments(

@@ -21,7 +21,7 @@ class Device:
     bandwidth: float
     """Bytes per second between memory and compute, as the data sheet says."""
     peaks: Mapping[str, float]
-    """Dense FLOP per second by element type; a type that is missing is not supported."""
+    """Dense FLOP per second by element type; what is missing is not supported."""
     source: str
     """Where these figures were read."""
     efficiency: float = 0.7

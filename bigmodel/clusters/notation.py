@@ -55,7 +55,7 @@ def parse(text: str) -> tuple[int, int, str]:
         raise InvalidClusterError(
             Violation(field="cluster", got=text, rule="it has more than two counts")
         )
-    nodes, devices = ([1, 1] + counts)[-2:]
+    nodes, devices = [1, 1, *counts][-2:]
     return nodes, devices, name
 
 

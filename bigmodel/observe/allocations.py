@@ -60,7 +60,8 @@ def record_phases(run: Callable[[], None]) -> tuple[PhaseMemory, ...]:
         run()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    results = profiler.profiler.kineto_results  # pyright: ignore
+    # No public part of torch; its annotations lack what is read here.
+    results: Any = getattr(profiler.profiler, "kineto_results", None)
     changes: list[tuple[int, int]] = []
     marks: list[tuple[int, int, str]] = []
     for event in results.events():

@@ -1,8 +1,8 @@
 """Numbers for the units of a traced model.
 
-    0        what comes before the blocks
-    1 ..     the blocks of the first container, then what lies after them,
-             the blocks of the second container, then what lies after them, ...
+0        what comes before the blocks
+1 ..     the blocks of the first container, then what lies after them,
+         the blocks of the second container, then what lies after them, ...
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ _VIEWS = frozenset(
     {
         "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice",
         "select", "unsqueeze", "squeeze", "alias", "detach", "as_strided", "split",
-        "unbind", "split_with_sizes", "chunk", "view_as", "reshape", "empty", "empty_like",
-        "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "narrow",
-        "unfold", "diagonal", "resize_", "is_same_size", "_reshape_alias",
+        "unbind", "split_with_sizes", "chunk", "view_as", "reshape", "empty",
+        "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh",
+        "narrow", "unfold", "diagonal", "resize_", "is_same_size", "_reshape_alias",
     }
 )  # fmt: skip
 """Operators that run no kernel."""

@@ -2,7 +2,6 @@
 
 from bigmodel.plans import document as document
 from bigmodel.plans.batching import accumulation_for as accumulation_for
-from bigmodel.plans import document as document
 from bigmodel.plans.batching import micro_batches as micro_batches
 from bigmodel.plans.mesh import Mesh as Mesh
 from bigmodel.plans.plan import Buckets as Buckets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Literal, get_args
 
 from bigmodel.errors import InvalidPlanError, Violation, raise_if_any
@@ -202,7 +203,7 @@ def _stage_violations(plan: Plan):
             cure=f"use at most {max(len(plan.units), 1)} stages",
         )
     bounds = (0, *cuts, len(plan.units))
-    if any(low >= high for low, high in zip(bounds, bounds[1:], strict=False)):
+    if any(low >= high for low, high in pairwise(bounds)):
         yield Violation(
             field="stages.cuts",
             got=cuts,

@@ -51,23 +51,43 @@ def draw_streams(timelines: Sequence[Timeline]) -> tuple[Lane, ...]:
 
 
 def _boxes(spans: Sequence[Span], end: float, budget: int) -> tuple[Box, ...]:
-    """Join spans that follow each other until few enough are left."""
+    """Join what lies close together, until few enough boxes are left."""
     ordered = sorted(spans, key=lambda span: span.start)
-    group = -(-len(ordered) // budget)
-    boxes = []
-    for first in range(0, len(ordered), group):
-        part = ordered[first : first + group]
-        label = part[0].label
-        if len(part) > 1:
-            label += f" to {part[-1].label}"
-        start, stop = part[0].start, max(span.end for span in part)
-        boxes.append(
-            Box(
-                label=label,
-                left=_WIDTH * start / end,
-                width=max(_WIDTH * (stop - start) / end, 0.3),
-                seconds=stop - start,
-                backward="backward" in part[0].label,
-            )
-        )
-    return tuple(boxes)
+    gap = end / (2 * _WIDTH)
+    groups = _close_together(ordered, gap)
+    while len(groups) > budget and gap < end:
+        gap *= 2
+        groups = _close_together(ordered, gap)
+    return tuple(_box(group, end) for group in groups)
+
+
+def _close_together(spans: Sequence[Span], gap: float) -> list[list[Span]]:
+    """Return groups of short spans of one phase with no wider gap between them."""
+    groups: list[list[Span]] = []
+    for span in spans:
+        if groups:
+            first, last = groups[-1][0], groups[-1][-1]
+            close = span.start - last.end <= gap and span.end - first.start <= 20 * gap
+            if close and _is_backward(span) == _is_backward(first):
+                groups[-1].append(span)
+                continue
+        groups.append([span])
+    return groups
+
+
+def _box(group: Sequence[Span], end: float) -> Box:
+    label = group[0].label
+    if len(group) > 1 and group[-1].label != label:
+        label += f" to {group[-1].label}"
+    start, stop = group[0].start, max(span.end for span in group)
+    return Box(
+        label=label,
+        left=_WIDTH * start / end,
+        width=max(_WIDTH * (stop - start) / end, 0.3),
+        seconds=stop - start,
+        backward=_is_backward(group[0]),
+    )
+
+
+def _is_backward(span: Span) -> bool:
+    return "backward" in span.label

@@ -39,7 +39,8 @@ def plans_table(estimates: Iterable[Estimate]) -> Table:
         column.justify = "right"
     for number, estimate in enumerate(estimates, start=1):
         rank = estimate.fullest
-        table.add_row(
+        _row(
+            table,
             str(number),
             estimate.plan.describe(),
             format_seconds(estimate.seconds),
@@ -83,7 +84,8 @@ def rejected_table(rejected: Iterable[Rejected]) -> Table:
     table = _table("rejected", "reason", "for example")
     table.columns[0].justify = "right"
     for group in group_rejected(rejected):
-        table.add_row(str(group.count), group.reason, group.example.plan.describe())
+        example = group.example.plan.describe()
+        _row(table, str(group.count), group.reason, example)
     return table
 
 
@@ -111,7 +113,8 @@ def _terms_table(rank: RankMemory) -> Table:
     for column in table.columns[:2]:
         column.justify = "right"
     for term in rank.terms:
-        table.add_row(
+        _row(
+            table,
             format_bytes(term.num_bytes),
             f"{term.num_bytes / rank.device_total:.0%}",
             term.name,
@@ -125,7 +128,8 @@ def _stages(estimate: Estimate) -> list[RenderableType]:
         return []
     table = _table("stage", "allocated", "reserved", "device total", "peak during")
     for rank in estimate.ranks:
-        table.add_row(
+        _row(
+            table,
             str(rank.stage),
             format_bytes(rank.allocated),
             format_bytes(rank.reserved),
@@ -133,6 +137,11 @@ def _stages(estimate: Estimate) -> list[RenderableType]:
             rank.moment,
         )
     return [table]
+
+
+def _row(table: Table, *cells: str, style: str = "") -> None:
+    # As Text: a plan's [shard 8] is no markup.
+    table.add_row(*map(Text, cells), style=style)
 
 
 def _table(*columns: str) -> Table:

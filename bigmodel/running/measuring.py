@@ -25,7 +25,7 @@ class StepMemory:
     """Allocated bytes of this rank in a steady optimizer step."""
 
     peak: int
-    """`torch.cuda.max_memory_allocated`, or the same from the CPU allocator's events."""
+    """`torch.cuda.max_memory_allocated`; on the CPU the same from allocator events."""
     between: int
     """Live before the step."""
     first_peak: int
@@ -51,11 +51,12 @@ def measure_memory(
     """
     if torch.cuda.is_available():
         return _measure_cuda(make, batch, steps)
-    for _ in range(_ATTEMPTS):
-        memory = _record_cpu(make, batch, steps)
+    memory = _record_cpu(make, batch, steps)
+    for _ in range(_ATTEMPTS - 1):
         if not memory.drift:
             break
-    return memory  # pyright: ignore[reportPossiblyUnbound]
+        memory = _record_cpu(make, batch, steps)
+    return memory
 
 
 def measure_seconds(
@@ -94,12 +95,8 @@ def _record_cpu(
         first_peak=first.peak,
         initial_peak=made.peak,
         # Scalars that a step returns come and go; a lost tensor is larger.
-        drift=max(last.end - last.start, 0) if _lost(last.end - last.start) else 0,
+        drift=last.end - last.start if abs(last.end - last.start) > 4096 else 0,
     )
-
-
-def _lost(difference: int) -> bool:
-    return abs(difference) > 4096
 
 
 def _measure_cuda(

@@ -1,8 +1,8 @@
 """Batches for every rank, in an order that does not depend on the plan.
 
-    samples in the epoch's order   0 1 2 3 | 4 5 6 7 | 8 9      global batch 4
-    two data-parallel ranks        rank 0: 0 1, 4 5             8 9 are left out
-                                   rank 1: 2 3, 6 7
+samples in the epoch's order   0 1 2 3 | 4 5 6 7 | 8 9      global batch 4
+two data-parallel ranks        rank 0: 0 1, 4 5             8 9 are left out
+                               rank 1: 2 3, 6 7
 """
 
 from __future__ import annotations

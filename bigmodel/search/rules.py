@@ -20,7 +20,8 @@ def violations(plan: Plan, model: ModelSpec, cluster: Cluster) -> Iterator[Viola
         yield Violation(
             field="mesh",
             got=str(plan.mesh),
-            rule=f"it needs {plan.world} devices and {cluster.name} has {cluster.world}",
+            rule=f"it needs {plan.world} devices and {cluster.name} has "
+            f"{cluster.world}",
             cure="make the product of the axes the number of devices",
         )
     yield from dtype_violations(plan.precision, cluster)

@@ -1,4 +1,4 @@
-"""When nothing fits: by how much, where, when, what holds the bytes, what would help."""
+"""When nothing fits: by how much, where, when, and what would help."""
 
 from __future__ import annotations
 

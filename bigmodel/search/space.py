@@ -54,4 +54,6 @@ def enumerate_plans(costs: Costs, request: Request) -> Iterator[Plan]:
 
 
 def _policies(count: int) -> Sequence[tuple[RecomputePolicy, ...]]:
-    return [(), ("full",) * count] if count else [()]
+    nothing: tuple[RecomputePolicy, ...] = ()
+    everything: tuple[RecomputePolicy, ...] = ("full",) * count
+    return [nothing, everything] if count else [nothing]

@@ -1,4 +1,4 @@
-"""What the units of one model cost on one cluster, computed once and shared by plans."""
+"""What the units of a model cost on a cluster, computed once and shared by plans."""
 
 from __future__ import annotations
 

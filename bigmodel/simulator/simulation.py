@@ -85,9 +85,7 @@ class _Run:
             sent[task.sends] = end
         worst = self._account(task, begin)
         self._spans.append(
-            Span(
-                label=task.label, stream=task.stream, start=begin, end=end, live=worst
-            )
+            Span(label=task.label, stream=task.stream, start=begin, end=end, live=worst)
         )
 
     def _account(self, task: Task, begin: float) -> int:

@@ -9,7 +9,7 @@ import pytest
 from bigmodel.backends.catalog import BACKENDS
 from bigmodel.plans import Buckets, Mesh, Plan, Stages
 from bigmodel.search import predict
-from bigmodel.simulator import Costs
+from bigmodel.simulator import Costs, simulate
 from bigmodel.simulator.program import total
 
 MODELS = ("gpt", "mlp")
@@ -32,7 +32,9 @@ def plans_of(spec, world: int, accumulation: int = 2) -> dict[str, Plan]:
     cuts = tuple(len(spec.units) * index // world for index in range(1, world))
     found = {
         "ddp": base,
-        "ddp, no views": replace(base, buckets=replace(BUCKETS, ddp_gradient_views=False)),
+        "ddp, no views": replace(
+            base, buckets=replace(BUCKETS, ddp_gradient_views=False)
+        ),
         "fsdp2": sharded,
         "fsdp2, keep": replace(sharded, reshard_after_forward=False),
         **{
@@ -47,7 +49,10 @@ def plans_of(spec, world: int, accumulation: int = 2) -> dict[str, Plan]:
         ),
     }
     if world == 4:
-        inside = {"ddp": Mesh(pipeline=2, replicate=2), "fsdp2": Mesh(pipeline=2, shard=2)}
+        inside = {
+            "ddp": Mesh(pipeline=2, replicate=2),
+            "fsdp2": Mesh(pipeline=2, shard=2),
+        }
         found |= {
             f"1f1b with {name}": replace(
                 base,
@@ -94,7 +99,7 @@ def test_more_shards_never_need_more_memory(specs, cluster_of, model, precision)
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_higher_zero_stage_never_holds_more_states(specs, cluster_of, model, precision):
+def test_a_higher_zero_stage_holds_no_more_states(specs, cluster_of, model, precision):
     spec = specs[model, precision]
     plans, costs = plans_of(spec, 4), Costs(spec, cluster_of(4))
     held = []
@@ -108,7 +113,7 @@ def test_a_higher_zero_stage_never_holds_more_states(specs, cluster_of, model, p
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)
-def test_more_recomputation_never_needs_more_memory(specs, cluster_of, model, precision):
+def test_more_recomputation_needs_no_more_memory(specs, cluster_of, model, precision):
     spec = specs[model, precision]
     costs, count = Costs(spec, cluster_of(4)), len(spec.units)
     for name, plan in plans_of(spec, 4).items():
@@ -149,11 +154,9 @@ def test_memory_and_time_grow_with_the_micro_batch(specs, cluster_of, model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_seconds_of_many_micro_batches_are_those_of_all_written_out(specs, cluster_of, model):
+def test_seconds_of_many_micro_batches_equal_all_written_out(specs, cluster_of, model):
     spec = specs[model, "bf16"]
     costs = Costs(spec, cluster_of(4))
-    from bigmodel.simulator import simulate
-
     for name, plan in plans_of(spec, 4, accumulation=24).items():
         shortened = predict(plan, costs).seconds
         programs = BACKENDS.get(plan.backend).programs(plan, costs, 24)

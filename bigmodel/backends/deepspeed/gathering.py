@@ -55,20 +55,25 @@ class Gathering:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """`gather`: an all-gather is issued; `open`: it is waited for and copied out;
-    `drop`: its buffer goes."""
+    """What happens to an all-gather."""
 
     kind: Literal["gather", "open", "drop"]
+    """It is issued; it is waited for and copied out; its buffer goes."""
     gathering: Gathering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """A unit's forward or backward."""
+    """A unit's forward or backward.
+
+    Nobody looks inside a unit: what its modules gather is there when it begins, and
+    what they let go is there until it ends. Only the buffers that go with its first
+    module go before.
+    """
 
     before: tuple[Event, ...]
     released: int
-    """Elements that go at its end."""
+    """Elements of weights and buffers that go at its end."""
 
 
 class Coordinator:
@@ -110,9 +115,15 @@ class Coordinator:
         """Return what happens in each of the visits."""
         before: list[list[Event]] = [[] for _ in range(count)]
         released = [0] * count
+        begun: set[int] = set()
         for index, (visit, names) in enumerate(self._order):
-            self._events = before[visit]
-            self._fetch(index, names)
+            for event in self._fetch(index, names):
+                if event.kind == "drop" and visit in begun:
+                    released[visit] += event.gathering.flat
+                else:
+                    before[visit].append(event)
+            if names:
+                begun.add(visit)
             released[visit] += self._release(index + 1, names)
         # What is left goes with the end of the backward (`release_backward_leftovers`).
         if count:
@@ -122,7 +133,8 @@ class Coordinator:
             for events, size in zip(before, released, strict=True)
         )
 
-    def _fetch(self, index: int, names: tuple[str, ...]) -> None:
+    def _fetch(self, index: int, names: tuple[str, ...]) -> list[Event]:
+        self._events = []
         self._gather([n for n in names if not self._is_asked_for(n)])
         for name in names:
             self._wait(name)
@@ -131,6 +143,7 @@ class Coordinator:
             name, use = self._queue.popleft()
             self._fetched_for[name] = use
         self._prefetch()
+        return self._events
 
     def _prefetch(self) -> None:
         limit = min(MAX_LIVE - self._live, PREFETCH)

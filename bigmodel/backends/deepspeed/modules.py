@@ -1,7 +1,7 @@
 """The modules of a unit, read off the names of its parameters.
 
-DeepSpeed hangs its hooks on modules, while a unit names parameters only. Modules without
-parameters inside a unit are therefore not seen; they hold nothing.
+DeepSpeed hangs its hooks on modules, while a unit names parameters only. Modules
+without parameters inside a unit are therefore not seen; they hold nothing.
 """
 
 from __future__ import annotations

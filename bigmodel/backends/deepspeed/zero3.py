@@ -44,6 +44,7 @@ from bigmodel.clusters import group
 from bigmodel.models import Gradient, Param
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Task
+from bigmodel.simulator.program import Stream
 
 PERSISTENT = 100_000
 """`param_persistence_threshold`, `runtime/zero/config.py`."""
@@ -86,7 +87,7 @@ class ShardedZero:
         self._limit = plan.buckets.deepspeed_elements
         self._ranks = plan.mesh.shard
         self._group = group(costs.cluster, self._ranks)
-        self._stream = communication(costs)
+        self._stream: Stream = communication(costs)
         self._shares = shares = _shares(walk, self._ranks)
         builder.hold(WEIGHTS, shares.weights * self._width)
         builder.hold(MASTERS, shares.trained * 4)
@@ -127,7 +128,7 @@ class ShardedZero:
 
     def update(self) -> None:
         """Write the optimizer's step; persistent weights are let go meanwhile."""
-        builder, plan, shares = self._builder, self._plan, self._shares
+        builder, shares = self._builder, self._shares
         persistent = sum(shares.persistent) * self._width
         builder.allocate(GATHERED, -persistent, "partition all weights")
         builder.add(

@@ -12,7 +12,14 @@ from dataclasses import replace
 
 from bigmodel.backends.replicas import Replica
 from bigmodel.backends.shards import Shards
-from bigmodel.backends.walk import GRADIENTS, Step, Walk, steps_of
+from bigmodel.backends.walk import (
+    GRADIENTS,
+    Step,
+    Walk,
+    steps_of,
+    trainable,
+    weight_bytes,
+)
 from bigmodel.clusters import send_seconds
 from bigmodel.models import Placed
 from bigmodel.plans import Plan
@@ -79,9 +86,14 @@ class _StageProgram:
         received = 0 if self._first else self._entering
         received += 0 if self._last else self._leaving
         self._builder.hold(RECEIVED, received * plan.accumulation)
-        self._tied = self._tied_elsewhere(steps)
         walk = Walk(plan, costs, self._builder, steps)
-        self._kept = walk.residue(GRADIENTS)
+        residue = walk.residue()
+        made = residue.pop(GRADIENTS, 0)
+        expected = sum(p.elements for p in trainable(steps)) * weight_bytes(plan)
+        # In one process both uses of a tied weight share a gradient; here each stage
+        # has its own, wherever the trace saw the shared one appear.
+        self._own_gradient = expected - made
+        self._kept = sum(residue.values())
         self._parts = (
             Shards(plan, costs, self._builder, walk, postpone=True)
             if plan.mesh.shard > 1
@@ -107,18 +119,6 @@ class _StageProgram:
             steps[-1] = replace(steps[-1], receives_gradient=True)
         return tuple(steps)
 
-    def _tied_elsewhere(self, steps: tuple[Step, ...]) -> int:
-        """Return the elements here that a copy on the last stage is tied to.
-
-        In one process both uses share a gradient; here each has its own.
-        """
-        if self._last:
-            return 0
-        names = {param.name: param.elements for step in steps for param in step.owned}
-        return sum(
-            names.get(param.tied_to or "", 0) for param in self._costs.model.after.params
-        )
-
     def _forward(self, micro_batch: int) -> None:
         if not self._first:
             self._receive(f"F{self._stage}.{micro_batch}")
@@ -131,10 +131,10 @@ class _StageProgram:
             self._receive(f"B{self._stage}.{micro_batch}")
         if self._kept < 0:
             self._keep(-self._kept, "gradient of the output")
-        width = 2 if self._plan.precision == "bf16" else 4
-        self._builder.allocate(
-            GRADIENTS, self._tied * width, "gradient of the tied weight"
-        )
+        if self._own_gradient:
+            self._builder.allocate(
+                GRADIENTS, self._own_gradient, "gradient of the tied weight"
+            )
         # Only the last micro-batch reduces gradients.
         self._parts.backward(micro_batch, last=micro_batch == self._count - 1)
         if not self._first:
@@ -159,4 +159,3 @@ class _StageProgram:
                 sends=message,
             )
         )
-

@@ -1,0 +1,1 @@
+"""Measurements of the library: run each with `python -m benchmarks.NAME`."""

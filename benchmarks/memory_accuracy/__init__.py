@@ -1,0 +1,1 @@
+"""Predicted against measured memory, on the CPU."""

@@ -1,0 +1,237 @@
+"""Laws of what the DeepSpeed shadow predicts, on a model made by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from bigmodel.backends.deepspeed.flat_partition import FlatPartition
+from bigmodel.backends.deepspeed.gathering import MAX_LIVE, Coordinator, Weight
+from bigmodel.backends.deepspeed.shadow import programs
+from bigmodel.backends.walk import BUCKETS, GATHERED, GRADIENTS
+from bigmodel.clusters import Cluster, Device, Link, Node
+from bigmodel.models import (
+    Gradient,
+    ModelSpec,
+    Op,
+    Param,
+    Phases,
+    Placed,
+    Storage,
+    Tape,
+    Unit,
+)
+from bigmodel.models.size import Size
+from bigmodel.plans import Buckets, Mesh, Plan
+from bigmodel.simulator import Costs, simulate
+from bigmodel.simulator.program import total
+
+WIDTH = 1024
+LAYERS = 6
+RANKS = 4
+DEVICE = Device(
+    name="device",
+    memory=1 << 40,
+    bandwidth=1e12,
+    peaks={"float32": 1e14, "bfloat16": 1e15},
+    source="made up",
+)
+CLUSTER = Cluster(
+    name="cluster",
+    node=Node(device=DEVICE, count=RANKS, link=Link(bandwidth=1e11, latency=1e-5)),
+)
+
+
+def layer(path: str, *, trainable: bool = True) -> Placed:
+    weight, bias = WIDTH * WIDTH, WIDTH
+    handed = Size(0, WIDTH * 4)
+    gradients = [
+        event
+        for name, elements in (("bias", bias), ("weight", weight))
+        for event in (
+            Storage(1, Size(elements * 4, 0), "gradient"),
+            Gradient(name, elements),
+        )
+    ]
+    phases = Phases(
+        forward=Tape(
+            (
+                Op("matmul", Size(0, 2 * weight), Size(4 * weight, 0), "float32"),
+                Storage(1, handed, "activation"),
+            )
+        ),
+        backward=Tape(
+            (
+                Op("matmul", Size(0, 4 * weight), Size(8 * weight, 0), "float32"),
+                *(gradients if trainable else ()),
+                Storage(-1, handed, "activation"),
+            )
+        ),
+    )
+    unit = Unit(
+        params=(
+            Param(
+                name="weight",
+                shape=(WIDTH, WIDTH),
+                dtype="float32",
+                trainable=trainable,
+            ),
+            Param(name="bias", shape=(WIDTH,), dtype="float32", trainable=trainable),
+        ),
+        phases={"none": phases, "full": phases},
+        input_bytes_per_sample=WIDTH * 4,
+    )
+    return Placed(path=path, unit=unit)
+
+
+MODEL = ModelSpec(
+    name="layers",
+    sequence=tuple(layer(f"layers.{index}") for index in range(LAYERS)),
+    precision="fp32",
+    target="cuda",
+    sample="x float32[1024]",
+    sample_bytes=WIDTH * 4,
+    tokens_per_sample=1,
+    flops_per_sample=6 * LAYERS * WIDTH * WIDTH,
+)
+
+
+def plan(stage: int, *, ranks: int = RANKS, elements: int = 2_000_000, **options):
+    return Plan(
+        backend="deepspeed",
+        mesh=Mesh(shard=ranks),
+        zero_stage=stage,
+        units=MODEL.units,
+        buckets=Buckets(deepspeed_elements=elements),
+        **options,
+    )
+
+
+def program(chosen: Plan, model: ModelSpec = MODEL):
+    written = min(3, chosen.accumulation)
+    (result,) = programs(chosen, Costs(model, CLUSTER), written)
+    return result
+
+
+def timeline(chosen: Plan, model: ModelSpec = MODEL):
+    return simulate((program(chosen, model),))[0]
+
+
+PLANS = [
+    plan(stage, accumulation=accumulation, elements=elements)
+    for stage in (1, 2, 3)
+    for accumulation in (1, 3)
+    for elements in (500_000, 2_000_000, 20_000_000)
+]
+
+
+@pytest.mark.parametrize("chosen", PLANS, ids=lambda p: f"{p.describe()} {p.buckets}")
+def test_step_ends_as_it_began(chosen):
+    changes = sum(total(task.change) for task in program(chosen).tasks)
+    assert changes == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [2, 4, 64])
+def test_states_shrink_with_the_stage(precision, ranks):
+    def states(stage: int) -> int:
+        held = dict(program(plan(stage, ranks=ranks, precision=precision)).base)
+        # Only stage 3 keeps its bucket and its gradients from step to step.
+        return sum(held.values()) - held.get(BUCKETS, 0) - held.get(GRADIENTS, 0)
+
+    assert states(1) >= states(2) >= states(3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_shrink_with_the_ranks(stage):
+    few, many = (total(program(plan(stage, ranks=ranks)).base) for ranks in (2, 8))
+    assert many < few
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bucket_counts_whatever_the_model_is(stage):
+    # Both are larger than the model, so that nothing but the bucket differs.
+    small, large = 10_000_000, 50_000_000
+    peaks = [
+        timeline(plan(stage, elements=elements)).peak.num_bytes
+        for elements in (small, large)
+    ]
+    assert peaks[1] - peaks[0] == (large - small) * 4
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_layer_needs_less(stage):
+    frozen = (layer("layers.0", trainable=False), *MODEL.sequence[1:])
+    peaks = [
+        timeline(plan(stage), model).peak.num_bytes
+        for model in (MODEL, replace(MODEL, sequence=frozen))
+    ]
+    assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_reductions_of_the_early_stages_are_exposed(stage):
+    result = timeline(plan(stage))
+    assert result.waiting == pytest.approx(result.busy["communication"])
+
+
+def test_stage_3_overlaps():
+    # Enough samples for computing to take longer than moving weights.
+    result = timeline(plan(3, micro_batch=16_384))
+    assert result.waiting < 0.5 * result.busy["communication"]
+
+
+def test_stage_3_gathers_every_weight_once_where_all_fit():
+    gathered = sum(
+        dict(task.change)[GATHERED]
+        for task in program(plan(3)).tasks
+        if task.label == "all-gather weights"
+    )
+    assert gathered == LAYERS * WIDTH * WIDTH * 4
+
+
+def test_pieces_of_a_flat_partition():
+    partition = FlatPartition({"a": 10, "b": 6, "c": 3}, ranks=2)
+    assert (partition.piece, partition.total) == (10, 20)
+    assert partition.whole(0) == 10
+    assert partition.whole(1) == 9
+    assert partition.copied(["a"], 100) == 0
+    # b and c have one owner and lie side by side, a has another one.
+    assert partition.copied(["c", "b"], 100) == 0
+    assert partition.copied(["c", "b", "a"], 100) == 19
+
+
+def test_a_parameter_of_two_owners_counts_whole_for_both():
+    partition = FlatPartition({"a": 10, "b": 10, "c": 4}, ranks=2)
+    assert partition.whole(0) == 20
+    assert partition.whole(1) == 14
+    assert partition.heaviest == 0
+    assert partition.last == 1
+
+
+def test_live_weights_stay_within_their_limit():
+    size = 60_000_000
+    names = [f"w{index}" for index in range(100)]
+    weights = {name: Weight(elements=size, padded=size) for name in names}
+    order = [(at, (name,)) for at, name in enumerate((*names, *reversed(names)))]
+    visits = Coordinator(weights, order).visits(len(order))
+    live = highest = 0
+    for visit in visits:
+        for event in visit.before:
+            if event.kind == "gather":
+                live += event.gathering.flat
+                highest = max(highest, live)
+        live -= visit.released
+    assert live == 0
+    assert highest < MAX_LIVE + 2 * size
+
+
+def test_shadow_needs_no_torch():
+    code = (
+        "import sys, bigmodel.backends.deepspeed.shadow;"
+        "sys.exit(bool({'torch', 'deepspeed'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
