@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from bigmodel.errors import WorldError as WorldError
     from bigmodel.models.spec import ModelSpec as ModelSpec
     from bigmodel.plans.mesh import Mesh as Mesh
-    from bigmodel.plans.plan import Buckets as Buckets
-    from bigmodel.plans.plan import Plan as Plan
-    from bigmodel.plans.plan import Stages as Stages
+    from bigmodel.plans.training_plan import Buckets as Buckets
+    from bigmodel.plans.training_plan import Plan as Plan
+    from bigmodel.plans.training_plan import Stages as Stages
     from bigmodel.running.session import Engine as Engine
     from bigmodel.running.session import prepare as prepare
     from bigmodel.search.prediction import Decision as Decision
@@ -42,9 +42,9 @@ _HOMES = {
     "estimate": "api.planning",
     "prepare": "running.session",
     "Engine": "running.session",
-    "Plan": "plans.plan",
-    "Stages": "plans.plan",
-    "Buckets": "plans.plan",
+    "Plan": "plans.training_plan",
+    "Stages": "plans.training_plan",
+    "Buckets": "plans.training_plan",
     "Mesh": "plans.mesh",
     "ModelSpec": "models.spec",
     "Cluster": "clusters.machine",

@@ -17,7 +17,7 @@ from bigmodel.models import ModelSpec
 from bigmodel.observe.sources import resolve
 from bigmodel.observe.target import Target
 from bigmodel.observe.tracing import Reading, trace_module
-from bigmodel.plans.plan import PRECISIONS, Precision
+from bigmodel.plans.training_plan import PRECISIONS, Precision
 
 
 def trace(

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 
-from bigmodel import backends
+from bigmodel.backends.catalog import BACKENDS
 from bigmodel.backends.engine import AbstractEngine, Job
-from bigmodel.errors import UnknownNameError
-
-
-def backend_names() -> tuple[str, ...]:
-    """Return the backends there are: every folder here is one."""
-    return tuple(
-        entry.name for entry in pkgutil.iter_modules(backends.__path__) if entry.ispkg
-    )
+from bigmodel.errors import InvalidPlanError, raise_if_any
 
 
 def build_engine(job: Job) -> AbstractEngine:
@@ -26,8 +18,8 @@ def build_engine(job: Job) -> AbstractEngine:
         MissingDependencyError: Its library is not installed.
     """
     name = job.plan.backend
-    if name not in backend_names():
-        raise UnknownNameError("backend", name, backend_names())
-    # Imported by name: no backend is loaded, or even installed, that is not used.
+    backend = BACKENDS.get(name)
+    raise_if_any(list(backend.violations(job.plan, None, None)), InvalidPlanError)
+    # Imported by name: no library is loaded, or even installed, that is not used.
     module = importlib.import_module(f"bigmodel.backends.{name}.engine")
     return module.build(job)

@@ -184,7 +184,7 @@ class Shards:
                 task = self._all_gather(unit)
             self._prefetched = None
             waits = (self._copy_out(unit, task),)
-            size = unit.padded * self._width
+            size = self._output_bytes(unit)
             self._free(GATHERED, size, f"free all-gather {unit.label}")
         if unit:
             self._prefetch(at)
@@ -225,11 +225,15 @@ class Shards:
                     self._prefetched = (before, self._all_gather(unit))
                 return
 
+    def _output_bytes(self, unit: ShardGroup) -> int:
+        """Return the bytes of an all-gather's output; a single rank has none."""
+        return unit.padded * self._width if self._ranks > 1 else 0
+
     def _all_gather(self, unit: ShardGroup) -> int:
-        size = unit.padded * self._width
+        size = self._output_bytes(unit)
         # A shard is cast to the computing type before it is sent.
         cast = size // self._ranks if self._width == 2 else 0
-        surge = size + max(cast, scratch(self._costs, size))
+        surge = size + max(cast, self._scratch(size))
         return self._builder.add(
             Task(
                 label=f"all-gather {unit.label}",
@@ -252,7 +256,7 @@ class Shards:
 
     def _drop_output(self) -> None:
         if self._output:
-            size = self._output.padded * self._width
+            size = self._output_bytes(self._output)
             self._free(GATHERED, size, f"free all-gather {self._output.label}")
         self._output = None
 
@@ -281,11 +285,14 @@ class Shards:
                     seconds=seconds,
                     after=(computed,),
                     change=() if self._sharded_gradients else ((GRADIENTS, shard),),
-                    surge=((GRADIENTS, shard), (BUCKETS, scratch(self._costs, size))),
+                    surge=((GRADIENTS, shard), (BUCKETS, self._scratch(size))),
                 )
             )
         )
         self._reducing = unit
+
+    def _scratch(self, size: int) -> int:
+        return scratch(self._costs, size) if self._ranks > 1 else 0
 
     def _free_reducing(self) -> None:
         if self._reducing:

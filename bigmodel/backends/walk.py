@@ -14,7 +14,6 @@ from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Segment, Task
 from bigmodel.simulator.program import Stream, merge
 from bigmodel.simulator.roofline import pass_seconds
-from bigmodel.simulator.segments import join
 
 WEIGHTS = "weights"
 MASTERS = "fp32 master weights"
@@ -236,7 +235,14 @@ class Walk:
         )
 
     def _whole(self, step: Step, phase: str) -> Segment:
-        return join(self._segments(step, phase))
+        return self.costs.whole(
+            step.unit,
+            step.policy,
+            phase,
+            self.plan.micro_batch,
+            receives_input=step.receives_input,
+            receives_gradient=step.receives_gradient,
+        )
 
     def _compute(self, segment: Segment, label: str, waits: tuple[int, ...]) -> int:
         return self.builder.add(

@@ -87,7 +87,7 @@ def estimate_command(
     Exit codes: 0 it was predicted, also where the plan does not fit; 2 something given
     is wrong.
     """
-    from bigmodel.plans.plan import PRECISIONS, RECOMPUTE_POLICIES
+    from bigmodel.plans.training_plan import PRECISIONS, RECOMPUTE_POLICIES
 
     found = counts_violations(
         {

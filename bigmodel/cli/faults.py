@@ -26,7 +26,8 @@ def reporting_faults(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except BigModelError as error:
             console = Console(stderr=True, highlight=False)
-            console.print(Text("error: ", style="bold red") + Text(str(error)))
+            message = Text("error: ", style="bold red") + Text(str(error))
+            console.print(message, soft_wrap=True)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None

@@ -68,7 +68,7 @@ def plan_command(
 
     Exit codes: 0 a plan was found, 2 something given is wrong, 3 nothing fits.
     """
-    from bigmodel.plans.plan import PRECISIONS
+    from bigmodel.plans.training_plan import PRECISIONS
 
     raise_if_any(
         counts_violations({"--global-batch": global_batch, "--seq-len": seq_len})
@@ -92,10 +92,6 @@ def plan_command(
         backends=backend or None,
     )
     full = decision_document(decision)
-    if as_json:
-        print_json(full)
-    else:
-        print_tables(decision_report(decision))
     if out is not None:
         contents = {
             "format": document.FORMAT,
@@ -110,3 +106,8 @@ def plan_command(
     if html is not None:
         write(html, render_page(decision))
         note(f"wrote {html}")
+    # Last: whoever reads stdout may stop before its end.
+    if as_json:
+        print_json(full)
+    else:
+        print_tables(decision_report(decision))

@@ -9,7 +9,7 @@ from bigmodel.backends.backend import Layout
 from bigmodel.backends.catalog import BACKENDS
 from bigmodel.errors import InvalidPlanError, Violation
 from bigmodel.plans import Plan
-from bigmodel.plans.plan import Precision, RecomputePolicy
+from bigmodel.plans.training_plan import Precision, RecomputePolicy
 from bigmodel.simulator import Costs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -67,7 +68,7 @@ class Phases:
     """What it frees when the backward of all units of a rank has ended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Unit:
     """A block of the model; equal blocks share one record."""
 
@@ -82,12 +83,12 @@ class Unit:
         """Yield the parameters that are counted here: no buffers, no tied copies."""
         return (p for p in self.params if not p.buffer and p.tied_to is None)
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Number of parameters that are counted here."""
         return sum(param.elements for param in self.owned())
 
-    @property
+    @cached_property
     def trainable_elements(self) -> int:
         """Number of trainable parameters that are counted here."""
         return sum(param.elements for param in self.owned() if param.trainable)
@@ -109,7 +110,7 @@ class Placed:
     """`between`: code between two containers of blocks (encoder and decoder)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A traced model: its units in forward order with all that they allocate."""
 
@@ -136,12 +137,12 @@ class ModelSpec:
     laws: tuple[str, ...] = field(default=())
     """Sizes that did not obey an affine law, in words; empty in most models."""
 
-    @property
+    @cached_property
     def units(self) -> tuple[str, ...]:
         """Module paths of the blocks, as `Plan.units` names them."""
         return tuple(p.path for p in self.sequence if p.role == "block")
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[Unit, ...]:
         """The blocks, one entry for each of `units`."""
         return tuple(p.unit for p in self.sequence if p.role == "block")
@@ -156,12 +157,12 @@ class ModelSpec:
         """What comes after the last block: norm, head, loss."""
         return self.sequence[-1].unit
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Number of parameters, tied ones once."""
         return sum(placed.unit.elements for placed in self.sequence)
 
-    @property
+    @cached_property
     def trainable_elements(self) -> int:
         """Number of trainable parameters, tied ones once."""
         return sum(placed.unit.trainable_elements for placed in self.sequence)

@@ -154,6 +154,9 @@ def factory_for(config: Any, kind: SampleKind) -> Callable[[], nn.Module]:
             model = auto_class.from_config(config, dtype=torch.float32)
         # Left out together with the initialisation.
         model.tie_weights()
+        if kind == "causal-lm" and model.loss_type is None:
+            # What it falls back to, with a warning, for GPT2LMHeadModel.
+            model.loss_type = "ForCausalLM"
         return model
 
     return build

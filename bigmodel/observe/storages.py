@@ -9,13 +9,12 @@ not count.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from bigmodel.observe.operators import RawOp, describe_operator
 
@@ -102,14 +101,8 @@ class StorageFollower(TorchDispatchMode):
         if self._next is not None:
             self.enter(self._next)
         result = func(*args, **kwargs)
-        outputs = [
-            leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)
-        ]
-        inputs = [
-            leaf
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        ]
+        outputs = list(_tensors(result))
+        inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         operator = describe_operator(func, inputs, result, args, kwargs)
         if operator is not None:
             self.recording.events[self.place].append(operator)
@@ -141,6 +134,16 @@ class StorageFollower(TorchDispatchMode):
         record, _ = self._live.pop(key)
         record.died = self.place
         self.recording.events[self.place].append(("died", record))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    # Operators take and return tensors and flat lists of them; a general walk through
+    # trees takes a tenth of the time of a trace.
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for entry in value:
+            yield from _tensors(entry)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

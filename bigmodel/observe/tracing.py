@@ -22,7 +22,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-import bigmodel
 from bigmodel.errors import BigModelError, TracingError
 from bigmodel.models import ModelSpec
 from bigmodel.observe.assembly import LawError, assemble
@@ -37,7 +36,8 @@ from bigmodel.observe.storages import Recording, StorageFollower
 from bigmodel.observe.target import Target, TargetOperators
 
 _NOT_THE_USERS = tuple(
-    f"{Path(package.__file__ or '').parent}{os.sep}" for package in (bigmodel, torch)
+    f"{folder}{os.sep}"
+    for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)
 )
 """Folders whose code is not where a fault is to be mended."""
 

@@ -4,8 +4,8 @@ from bigmodel.plans import document as document
 from bigmodel.plans.batching import accumulation_for as accumulation_for
 from bigmodel.plans.batching import micro_batches as micro_batches
 from bigmodel.plans.mesh import Mesh as Mesh
-from bigmodel.plans.plan import Buckets as Buckets
-from bigmodel.plans.plan import Plan as Plan
-from bigmodel.plans.plan import Precision as Precision
-from bigmodel.plans.plan import RecomputePolicy as RecomputePolicy
-from bigmodel.plans.plan import Stages as Stages
+from bigmodel.plans.training_plan import Buckets as Buckets
+from bigmodel.plans.training_plan import Plan as Plan
+from bigmodel.plans.training_plan import Precision as Precision
+from bigmodel.plans.training_plan import RecomputePolicy as RecomputePolicy
+from bigmodel.plans.training_plan import Stages as Stages

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from bigmodel.errors import PlanFileError, Violation
-from bigmodel.plans.plan import Plan
+from bigmodel.plans.training_plan import Plan
 
 FORMAT = 1
 """Version of the plan file; files of another version are refused."""

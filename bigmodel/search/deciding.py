@@ -119,7 +119,7 @@ def _best_first(
             )
             rejected.append(Rejected(plan=plan, reason=reason))
             continue
-        estimate = predict(plan, costs)
+        estimate = predict(plan, costs, spans=False)
         simulated += 1
         if not estimate.fits:
             missed.append(estimate)
@@ -138,9 +138,16 @@ def _best_first(
             )
     if not kept and not missed:
         # Something must be said of the closest plan, however far it is.
-        closest = min(hopeless, key=bounds.memory)
-        missed.append(predict(closest, costs))
-    return [entry[2] for entry in kept], missed, simulated
+        least = min(map(bounds.memory, hopeless))
+        close = [plan for plan in hopeless if bounds.memory(plan) == least]
+        smallest = min(plan.micro_batch for plan in close)
+        missed += [
+            predict(plan, costs, spans=False)
+            for plan in close
+            if plan.micro_batch == smallest
+        ]
+    # Pictures are drawn of the plans that are kept, so these are simulated in full.
+    return [predict(entry[2].plan, costs) for entry in kept], missed, simulated
 
 
 def _too_large(estimate: Estimate) -> Rejected:

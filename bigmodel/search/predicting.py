@@ -19,18 +19,19 @@ from bigmodel.search.rules import COMPUTE_DTYPE, violations
 from bigmodel.simulator import Costs, Timeline, simulate
 
 
-def predict(plan: Plan, costs: Costs) -> Estimate:
+def predict(plan: Plan, costs: Costs, *, spans: bool = True) -> Estimate:
     """Return the predicted memory and time of a plan.
 
     Args:
         plan: Valid for the model and the cluster.
         costs: Of the model on the cluster; share it between plans.
+        spans: Whether the timelines are to say when every task runs.
 
     Raises:
         UsageError: The plan breaks rules; lists all of them.
     """
     raise_if_any(list(violations(plan, costs.model, costs.cluster)), UsageError)
-    timelines, seconds = _simulate(plan, costs)
+    timelines, seconds = _simulate(plan, costs, spans)
     ranks = tuple(
         _memory(plan, costs, stage, timeline)
         for stage, timeline in enumerate(timelines)
@@ -56,7 +57,9 @@ def predict(plan: Plan, costs: Costs) -> Estimate:
     )
 
 
-def _simulate(plan: Plan, costs: Costs) -> tuple[tuple[Timeline, ...], float]:
+def _simulate(
+    plan: Plan, costs: Costs, spans: bool
+) -> tuple[tuple[Timeline, ...], float]:
     """Return timelines and the seconds of a whole step.
 
     See [Note: Few micro-batches stand for many].
@@ -65,11 +68,12 @@ def _simulate(plan: Plan, costs: Costs) -> tuple[tuple[Timeline, ...], float]:
     stages = plan.mesh.pipeline
     repeat = stages if stages > 1 else 1
     written = min(plan.accumulation, 4 * stages if stages > 1 else 3)
-    timelines = simulate(backend.programs(plan, costs, written))
+    timelines = simulate(backend.programs(plan, costs, written), spans=spans)
     seconds = max(timeline.seconds for timeline in timelines)
     rest = plan.accumulation - written
     if rest:
-        shorter = simulate(backend.programs(plan, costs, written - repeat))
+        fewer = backend.programs(plan, costs, written - repeat)
+        shorter = simulate(fewer, spans=False)
         before = max(timeline.seconds for timeline in shorter)
         seconds += rest * (seconds - before) / repeat
     return timelines, seconds

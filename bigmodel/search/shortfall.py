@@ -43,7 +43,7 @@ def _cures(closest: Estimate, costs: Costs) -> list[str]:
     need = ceil(closest.high / 2**30)
     found.append(f"devices with at least {need} GiB each")
     for change, words in _smaller(plan):
-        estimate = predict(change, costs)
+        estimate = predict(change, costs, spans=False)
         if estimate.fits:
             found.append(f"{words}: {format_bytes(estimate.high)}")
     if plan.mesh.shard > 1 or plan.mesh.pipeline > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bigmodel.clusters import Cluster
 from bigmodel.models import ModelSpec, Phases, Tape, Unit
-from bigmodel.simulator.segments import Segment, cut, without_free
+from bigmodel.simulator.segments import Segment, cut, join, without_free
 
 _PHASES = ("forward", "backward", "forward_end", "backward_end")
 
@@ -55,6 +55,16 @@ class Costs:
                 tape, _ = without_free(tape, micro_batch, size)
             self._cache[key] = cut(tape, micro_batch, self.cluster.device)
         return self._cache[key]
+
+    def whole(
+        self, unit: Unit, policy: str, phase: str, micro_batch: int, **received: bool
+    ) -> Segment:
+        """Return a phase as one segment; arguments as for `segments`."""
+        key = (id(unit), policy, phase, micro_batch, *received.values(), "whole")
+        if key not in self._cache:
+            pieces = self.segments(unit, policy, phase, micro_batch, **received)
+            self._cache[key] = (join(pieces),)
+        return self._cache[key][0]
 
     def output_bytes(self, unit: Unit, micro_batch: int) -> int:
         """Return the bytes that a unit hands to the next one."""

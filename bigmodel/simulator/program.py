@@ -48,16 +48,20 @@ class Program:
 
 def merge(*holdings: Holdings) -> Holdings:
     """Add holdings by holder, leaving out what cancels."""
-    total: dict[str, int] = {}
+    sums: dict[str, int] = {}
     for holding in holdings:
         for kind, count in holding:
-            total[kind] = total.get(kind, 0) + count
-    return tuple((kind, count) for kind, count in total.items() if count)
+            sums[kind] = sums.get(kind, 0) + count
+    return tuple((kind, count) for kind, count in sums.items() if count)
 
 
 def total(holdings: Holdings) -> int:
     """Return the bytes of all holders."""
-    return sum(count for _, count in holdings)
+    # A loop: this is the innermost function of every simulation.
+    live = 0
+    for _, count in holdings:
+        live += count
+    return live
 
 
 class ProgramBuilder:

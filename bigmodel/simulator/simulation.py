@@ -13,16 +13,19 @@ class DeadlockError(BigModelError):
     """Programs wait for messages that nobody sends: a fault of the schedule."""
 
 
-def simulate(programs: Sequence[Program]) -> tuple[Timeline, ...]:
+def simulate(
+    programs: Sequence[Program], *, spans: bool = True
+) -> tuple[Timeline, ...]:
     """Run the programs of the ranks of one pipeline together.
 
     Args:
         programs: One for every stage; a single one where there are no stages.
+        spans: Whether to keep when every task ran.
 
     Raises:
         DeadlockError: A message is waited for and never sent.
     """
-    runs = [_Run(program) for program in programs]
+    runs = [_Run(program, spans) for program in programs]
     sent: dict[str, float] = {}
     while any(not run.done for run in runs):
         moved = [run.advance(sent) for run in runs]
@@ -35,7 +38,8 @@ def simulate(programs: Sequence[Program]) -> tuple[Timeline, ...]:
 class _Run:
     """One program on its way."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, keep_spans: bool) -> None:
+        self._keep_spans = keep_spans
         self._tasks = program.tasks
         self._base = program.base
         self._at = 0
@@ -84,16 +88,24 @@ class _Run:
         if task.sends is not None:
             sent[task.sends] = end
         worst = self._account(task, begin)
-        self._spans.append(
-            Span(label=task.label, stream=task.stream, start=begin, end=end, live=worst)
-        )
+        if self._keep_spans:
+            self._spans.append(
+                Span(
+                    label=task.label,
+                    stream=task.stream,
+                    start=begin,
+                    end=end,
+                    live=worst,
+                )
+            )
 
     def _account(self, task: Task, begin: float) -> int:
-        change = total(task.change)
-        rise = max(total(task.surge), change, 0)
-        worst = self._live + rise
+        if not task.change and not task.surge:
+            return self._live
+        change, rise = total(task.change), total(task.surge)
+        worst = self._live + max(rise, change, 0)
         if worst > self._peak.num_bytes:
-            surge = task.surge if total(task.surge) >= change else task.change
+            surge = task.surge if rise >= change else task.change
             holders = dict(self._held)
             for kind, count in surge:
                 holders[kind] = holders.get(kind, 0) + count

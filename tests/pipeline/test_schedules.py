@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bigmodel.backends.pipeline.torch_schedules import TORCH_SCHEDULES, torch_schedule
-from bigmodel.errors import UsageError
+from bigmodel.backends.catalog import BACKENDS
+from bigmodel.backends.pipeline.torch_schedules import TORCH_SCHEDULES
 from bigmodel.plans import Mesh, Plan, Stages
 from bigmodel.schedules import SCHEDULES
 
@@ -78,5 +78,6 @@ def test_too_few_micro_batches_are_refused():
         units=("0", "1"),
         stages=Stages(schedule="1f1b", cuts=(1,)),
     )
-    with pytest.raises(UsageError, match="at least as many micro-batches"):
-        torch_schedule(plan)
+    (violation,) = BACKENDS.get("pipeline").violations(plan, None, None)
+    assert violation.field == "accumulation"
+    assert "a micro-batch for each of 2 stages" in violation.rule

@@ -11,7 +11,8 @@ import pytest
 from bigmodel.backends.deepspeed.flat_partition import FlatPartition
 from bigmodel.backends.deepspeed.gathering import MAX_LIVE, Coordinator, Weight
 from bigmodel.backends.deepspeed.shadow import programs
-from bigmodel.backends.walk import BUCKETS, GATHERED, GRADIENTS
+from bigmodel.backends.deepspeed.zero3_linear import without_weight_copies
+from bigmodel.backends.walk import BUCKETS, GATHERED, GRADIENTS, steps_of
 from bigmodel.clusters import Cluster, Device, Link, Node
 from bigmodel.models import (
     Gradient,
@@ -26,8 +27,9 @@ from bigmodel.models import (
 )
 from bigmodel.models.size import Size
 from bigmodel.plans import Buckets, Mesh, Plan
-from bigmodel.simulator import Costs, simulate
+from bigmodel.simulator import Costs, Program, Task, simulate
 from bigmodel.simulator.program import total
+from bigmodel.simulator.segments import HOLDER
 
 WIDTH = 1024
 LAYERS = 6
@@ -217,7 +219,8 @@ def test_live_weights_stay_within_their_limit():
     names = [f"w{index}" for index in range(100)]
     weights = {name: Weight(elements=size, padded=size) for name in names}
     order = [(at, (name,)) for at, name in enumerate((*names, *reversed(names)))]
-    visits = Coordinator(weights, order).visits(len(order))
+    coordinator = Coordinator(weights, order)
+    visits = coordinator.visits(len(order))
     live = highest = 0
     for visit in visits:
         for event in visit.before:
@@ -227,6 +230,23 @@ def test_live_weights_stay_within_their_limit():
         live -= visit.released
     assert live == 0
     assert highest < MAX_LIVE + 2 * size
+
+
+@pytest.mark.parametrize(
+    ("shape", "live"), [((64, 16), 0), ((16, 64), 2048)], ids=["linear", "transposed"]
+)
+def test_copies_of_weights_under_autocast(shape, live):
+    """A matrix of shape (in, out) is no linear layer's, and its copy is kept."""
+    weight = Param(name="weight", shape=shape, dtype="float32")
+    bias = Param(name="bias", shape=(64,), dtype="float32")
+    placed = layer("layers.0")
+    placed = replace(placed, unit=replace(placed.unit, params=(weight, bias)))
+    copy = ((HOLDER["cast"], 2048),)
+    written = Program(tasks=(Task(label="forward", change=copy, surge=copy),))
+    steps = steps_of(plan(3), (placed,))
+    (task,) = without_weight_copies(written, steps).tasks
+    assert total(task.change) == live
+    assert total(task.surge) == 2048
 
 
 def test_shadow_needs_no_torch():

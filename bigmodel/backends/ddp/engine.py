@@ -23,22 +23,11 @@ from bigmodel.backends.precision import (
 )
 from bigmodel.backends.recompute import apply_recompute
 from bigmodel.backends.state_files import load_state, save_state
-from bigmodel.errors import InvalidPlanError, Violation
 from bigmodel.observe.blocks import get_blocks
 
 
 def build(job: Job) -> AbstractEngine:
     """Return the engine of this rank."""
-    mesh = job.plan.mesh
-    if mesh.world != mesh.replicate:
-        raise InvalidPlanError(
-            Violation(
-                field="mesh",
-                got=str(mesh),
-                rule="backend 'ddp' only replicates",
-                cure=f"use Mesh(replicate={mesh.world}), or another backend",
-            )
-        )
     return DdpEngine(job)
 
 

@@ -18,7 +18,7 @@ from bigmodel.backends.forward import compute_loss, model_inputs
 from bigmodel.backends.optimizers import build_optimizer, trainable
 from bigmodel.backends.precision import autocast, cast_inputs
 from bigmodel.backends.recompute import apply_recompute
-from bigmodel.errors import InvalidPlanError, MissingDependencyError, Violation
+from bigmodel.errors import MissingDependencyError
 from bigmodel.observe.blocks import get_blocks
 from bigmodel.plans import Plan
 
@@ -28,28 +28,6 @@ _TAG = "state"
 
 def build(job: Job) -> AbstractEngine:
     """Return the engine of this rank."""
-    plan = job.plan
-    found = []
-    if plan.mesh.world != plan.mesh.shard:
-        found.append(
-            Violation(
-                field="mesh",
-                got=str(plan.mesh),
-                rule="backend 'deepspeed' only shards",
-                cure=f"use Mesh(shard={plan.mesh.world}), or another backend",
-            )
-        )
-    if plan.zero_stage == 0:
-        found.append(
-            Violation(
-                field="zero_stage",
-                got=0,
-                rule="backend 'deepspeed' needs a ZeRO stage",
-                cure="use 1, 2 or 3, or backend 'ddp'",
-            )
-        )
-    if found:
-        raise InvalidPlanError(found)
     return DeepSpeedEngine(job)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -83,14 +83,18 @@ class Coordinator:
         weights: By name; names that are missing are held by every rank.
         order: The modules in the order of forward and backward, each with the index of
             the visit that it belongs to and the names of its weights.
+        unhooked: Places in the order of modules that are never told that their backward
+            has ended: no gradient leaves them.
     """
 
     def __init__(
         self,
         weights: Mapping[str, Weight],
         order: Sequence[tuple[int, tuple[str, ...]]],
+        unhooked: Collection[int] = (),
     ) -> None:
         self._weights = weights
+        self._unhooked = unhooked
         self._order = [
             (visit, tuple(dict.fromkeys(n for n in names if n in weights)))
             for visit, names in order
@@ -124,14 +128,17 @@ class Coordinator:
                     before[visit].append(event)
             if names:
                 begun.add(visit)
-            released[visit] += self._release(index + 1, names)
-        # What is left goes with the end of the backward (`release_backward_leftovers`).
-        if count:
-            released[-1] += sum(self._held.values())
+            if index not in self._unhooked:
+                released[visit] += self._release(index + 1, names)
         return tuple(
             Visit(before=tuple(events), released=size)
             for events, size in zip(before, released, strict=True)
         )
+
+    @property
+    def leftovers(self) -> int:
+        """Elements of what goes after the backward (`release_backward_leftovers`)."""
+        return sum(self._held.values())
 
     def _fetch(self, index: int, names: tuple[str, ...]) -> list[Event]:
         self._events = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bigmodel.backends.deepspeed.flat_partition import FlatPartition
 from bigmodel.backends.deepspeed.modules import full_name
 from bigmodel.backends.deepspeed.zero3 import ShardedZero
+from bigmodel.backends.deepspeed.zero3_linear import without_weight_copies
 from bigmodel.backends.deepspeed.zero12 import FlatZero
 from bigmodel.backends.walk import Step, Walk, steps_of
 from bigmodel.plans import Plan
@@ -28,7 +29,10 @@ def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...
         builder = ProgramBuilder()
         walk = Walk(plan, costs, builder, steps)
         parts = ShardedZero(plan, costs, builder, walk)
-        return (_write(parts, builder, micro_batches),)
+        program = _write(parts, builder, micro_batches)
+        if plan.precision == "autocast":
+            program = without_weight_copies(program, steps)
+        return (program,)
     partition = _partition(plan, steps)
     candidates = []
     # The one that holds most, and the one that holds it earliest in a backward.

@@ -96,6 +96,7 @@ class ShardedZero:
         builder.hold(BUCKETS, self._limit * self._width)
         builder.hold(GATHERED, sum(shares.persistent) * self._width)
         hold_inputs(builder, costs, plan, walk.steps)
+        self._leftovers = 0
         self._forwards, self._backwards = self._visits()
         self._gathers: dict[int, int] = {}
         self._bucket: list[int] = []
@@ -125,6 +126,7 @@ class ShardedZero:
             Task(label="wait for gradients", after=tuple(self._reductions))
         )
         self._reductions = []
+        self._builder.allocate(GATHERED, -self._leftovers, "release what is left")
 
     def update(self) -> None:
         """Write the optimizer's step; persistent weights are let go meanwhile."""
@@ -273,7 +275,16 @@ class ShardedZero:
         }
         if self._ranks == 1:
             weights = {}
-        visits = Coordinator(weights, order).visits(len(visited))
+        # No gradient leaves the first module, nor those that embed integers.
+        last = max((i for i, (_, module) in enumerate(order) if module), default=0)
+        unhooked = {last} | {
+            i
+            for i, (visit, _) in enumerate(order)
+            if visit >= len(steps) and steps[visited[visit]].placed.role == "before"
+        }
+        coordinator = Coordinator(weights, order, unhooked)
+        visits = coordinator.visits(len(visited))
+        self._leftovers = coordinator.leftovers * self._width
         return dict(zip(visited[: len(steps)], visits, strict=False)), dict(
             zip(visited[len(steps) :], visits[len(steps) :], strict=True)
         )

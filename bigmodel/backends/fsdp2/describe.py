@@ -31,11 +31,11 @@ class Fsdp2(AbstractBackend):
                 rule="backend 'fsdp2' has no pipeline stages",
                 cure="use backend 'pipeline', which shards within stages",
             )
-        if plan.mesh.shard < 2:
+        if plan.mesh.shard == 1 and plan.mesh.world > 1:
             yield Violation(
                 field="mesh.shard",
-                got=plan.mesh.shard,
-                rule="backend 'fsdp2' shards among at least 2 ranks",
+                got=1,
+                rule="backend 'fsdp2' shards; there is nothing to shard among 1 rank",
                 cure="use backend 'ddp'",
             )
 

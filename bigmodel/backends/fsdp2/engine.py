@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from bigmodel.backends.engine import AbstractEngine, Batch, Job
@@ -22,23 +20,14 @@ from bigmodel.backends.forward import call_model, compute_loss
 from bigmodel.backends.optimizers import build_optimizer, trainable
 from bigmodel.backends.precision import autocast
 from bigmodel.backends.recompute import apply_recompute
+from bigmodel.backends.sharding import shard
 from bigmodel.backends.state_files import load_state, save_state
-from bigmodel.errors import InvalidPlanError, Violation
 from bigmodel.observe.blocks import get_blocks
 from bigmodel.plans import Plan
 
 
 def build(job: Job) -> AbstractEngine:
     """Return the engine of this rank."""
-    if job.plan.mesh.pipeline > 1:
-        raise InvalidPlanError(
-            Violation(
-                field="mesh.pipeline",
-                got=job.plan.mesh.pipeline,
-                rule="backend 'fsdp2' has no pipeline stages",
-                cure="use backend 'pipeline', which shards within stages",
-            )
-        )
     return Fsdp2Engine(job)
 
 
@@ -60,7 +49,7 @@ class Fsdp2Engine(AbstractEngine):
         self._model = model = job.model
         blocks = get_blocks(model, plan.units)
         apply_recompute(blocks, plan)
-        self._root = _shard(model, blocks, plan, job.device)
+        self._root = shard(model, blocks, plan, _mesh(plan, job.device))
         self._params = trainable(model)
         self._optimizer = build_optimizer(job.optimizer, self._params)
 
@@ -124,27 +113,6 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def _shard(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    plan: Plan,
-    device: torch.device,
-) -> FSDPModule:
-    policy = MixedPrecisionPolicy()
-    if plan.precision == "bf16":
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
-    settings: dict[str, Any] = {
-        "mesh": _mesh(plan, device),
-        "mp_policy": policy,
-        "reshard_after_forward": plan.reshard_after_forward,
-    }
-    for block in _groups(model, blocks):
-        fully_shard(block, **settings)
-    return fully_shard(model, **settings)
-
-
 def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     if plan.mesh.replicate == 1:
         return init_device_mesh(
@@ -154,34 +122,4 @@ def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
         device.type,
         (plan.mesh.replicate, plan.mesh.shard),
         mesh_dim_names=("replicate", "shard"),
-    )
-
-
-def _groups(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """Return the blocks that can be a group of their own.
-
-    A block without parameters has nothing to shard. One that shares a parameter with
-    another part of the model stays in the root group, where both are gathered together.
-    """
-    uses = Counter(
-        parameter
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-    )
-    return [
-        block
-        for block in blocks.values()
-        if block is not model
-        and list(block.parameters())
-        and all(
-            uses[parameter] == _uses_within(block, parameter)
-            for parameter in block.parameters()
-        )
-    ]
-
-
-def _uses_within(block: nn.Module, parameter: nn.Parameter) -> int:
-    return sum(
-        any(parameter is own for own in module.parameters(recurse=False))
-        for module in block.modules()
     )

@@ -47,20 +47,8 @@ def build(job: Job) -> AbstractEngine:
     The job's model is cut down in place: what other stages own is freed.
 
     Raises:
-        InvalidPlanError: The plan has no stages.
-        UsageError: The model cannot be cut, or torch cannot run the schedule.
+        UsageError: The model cannot be cut.
     """
-    if job.plan.stages is None or job.plan.mesh.pipeline < 2:
-        raise InvalidPlanError(
-            Violation(
-                field="mesh.pipeline",
-                got=job.plan.mesh.pipeline,
-                rule="backend 'pipeline' needs at least 2 stages",
-                cure="set Mesh(pipeline=2) and stages=Stages(...), or use another "
-                "backend",
-            )
-        )
-    torch_schedule(job.plan)
     check_model(job)
     return PipelineEngine(job)
 
@@ -77,6 +65,9 @@ class PipelineEngine(AbstractEngine):
     def __init__(self, job: Job) -> None:
         self._plan = plan = job.plan
         self._clip_norm = job.clip_norm
+        if plan.stages is None:
+            raise InvalidPlanError("a plan of backend 'pipeline' has stages")
+        self._torch_schedule = torch_schedule(plan.stages.schedule)
         mesh = init_device_mesh(
             job.device.type,
             tuple(plan.mesh.axes().values()),
@@ -258,7 +249,7 @@ class PipelineEngine(AbstractEngine):
             output_args=leaving.example(),
             group=line.group,
         )
-        return torch_schedule(self._plan)(
+        return self._torch_schedule(
             stage,
             n_microbatches=len(micro_batches),
             loss_fn=_own_loss,
