@@ -2,7 +2,8 @@
 
     python -m benchmarks.memory_accuracy [--quick] [--out benchmarks/results]
 
-Prints a table with a row for every case and its worst rank, and a summary by backend.
+Prints a row for every case, of the fullest rank of its worst predicted pipeline stage,
+and a summary by backend.
 """
 
 from __future__ import annotations
@@ -50,12 +51,15 @@ CLUSTER = Cluster(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A case on its worst rank."""
+    """A case on the stage that is predicted worst."""
 
     case: str
     backend: str
-    rank: int
+    stage: int
     measured: int
+    """Of the fullest rank of the stage, which is what is predicted."""
+    emptiest: int
+    """Of the emptiest one."""
     predicted: int
     drift: int
 
@@ -92,16 +96,25 @@ def compare(ranks: list[dict], *, quick: bool) -> list[Row]:
     rows = []
     for case in matrix.cases(quick=quick):
         estimate = predict(case.plan, costs[case.model])
+        stages = [
+            [
+                measured[case.name]
+                for rank, measured in enumerate(ranks)
+                if case.plan.mesh.stage(rank) == stage
+            ]
+            for stage in range(case.plan.mesh.pipeline)
+        ]
         candidates = [
             Row(
                 case=case.name,
                 backend=case.plan.backend,
-                rank=rank,
-                measured=measured[case.name]["peak"],
-                predicted=estimate.ranks[case.plan.mesh.stage(rank)].allocated,
-                drift=measured[case.name]["drift"],
+                stage=stage,
+                measured=max(memory["peak"] for memory in found),
+                emptiest=min(memory["peak"] for memory in found),
+                predicted=estimate.ranks[stage].allocated,
+                drift=max(memory["drift"] for memory in found),
             )
-            for rank, measured in enumerate(ranks)
+            for stage, found in enumerate(stages)
         ]
         rows.append(max(candidates, key=lambda row: abs(row.error)))
     return rows
@@ -125,11 +138,13 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
 
 
 def show(rows: list[Row]) -> None:
-    print(f"{'case':34} {'rank':>4} {'measured':>12} {'predicted':>12} {'error':>8}")
+    print(f"{'case':34} {'stage':>5} {'measured':>12} {'predicted':>12} {'error':>8}")
     for row in rows:
         note = f"  the recording drifted by {row.drift} B" if row.drift else ""
+        if row.emptiest < 0.99 * row.measured:
+            note += f"  emptiest rank {row.emptiest / MIB:.3f} MiB"
         print(
-            f"{row.case:34} {row.rank:>4} {row.measured / MIB:>8.3f} MiB "
+            f"{row.case:34} {row.stage:>5} {row.measured / MIB:>8.3f} MiB "
             f"{row.predicted / MIB:>8.3f} MiB {row.error:>+8.2%}{note}"
         )
     print()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from bigmodel.api.clusters import cluster as read_cluster
+from bigmodel.api.collection import collection_paused
 from bigmodel.api.tracing import trace
 from bigmodel.backends.catalog import BACKENDS
 from bigmodel.backends.engine import LossFunction
@@ -56,14 +57,15 @@ def plan(
     where = read_cluster(cluster)
     _check(global_batch, precision, where, backends)
     spec = _spec(model, batch, where, precision, seq_len, loss)
-    return decide(
-        spec,
-        where,
-        global_batch=global_batch,
-        optimizer=optimizer,
-        precision=precision,
-        backends=backends,
-    )
+    with collection_paused():
+        return decide(
+            spec,
+            where,
+            global_batch=global_batch,
+            optimizer=optimizer,
+            precision=precision,
+            backends=backends,
+        )
 
 
 def estimate(

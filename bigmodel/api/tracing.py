@@ -7,6 +7,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from bigmodel.api.collection import collection_paused
 from bigmodel.backends.batch import cast_floats
 from bigmodel.backends.engine import LossFunction
 from bigmodel.backends.forward import compute_loss, model_inputs
@@ -81,4 +82,5 @@ def trace(
         uncuttable=why_uncuttable,
         source=subject.source,
     )
-    return trace_module(subject.model, subject.batch, reading)
+    with collection_paused():
+        return trace_module(subject.model, subject.batch, reading)

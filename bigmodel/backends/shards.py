@@ -261,10 +261,10 @@ class Shards:
         self._output = None
 
     def _reduce(self, unit: ShardGroup, *, last: bool) -> None:
-        self._free_reducing()
         size = unit.trained * REDUCE_BYTES
         if not size:
             return
+        self._free_reducing()
         builder = self._builder
         computed = builder.allocate(BUCKETS, size, f"reduce-scatter input {unit.label}")
         made = unit.gradients * self._width

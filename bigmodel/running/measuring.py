@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bigmodel.observe.allocations import phase, record_phases
 from bigmodel.running.session import Engine
@@ -51,11 +52,12 @@ def measure_memory(
     """
     if torch.cuda.is_available():
         return _measure_cuda(make, batch, steps)
-    memory = _record_cpu(make, batch, steps)
+    made = min(_record_made(make) for _ in range(2))
+    memory = _record_cpu(make, batch, steps, made)
     for _ in range(_ATTEMPTS - 1):
         if not memory.drift:
             break
-        memory = _record_cpu(make, batch, steps)
+        memory = _record_cpu(make, batch, steps, made)
     return memory
 
 
@@ -73,8 +75,24 @@ def measure_seconds(
     return seconds
 
 
+def _record_made(make: Callable[[], Engine]) -> int:
+    """Return the bytes that are live once the engine is made."""
+    kept: list[Engine] = []
+
+    def run() -> None:
+        with phase("make"):
+            kept.append(make())
+
+    (made,) = record_phases(run)
+    kept.pop().close()
+    return made.end
+
+
 def _record_cpu(
-    make: Callable[[], Engine], batch: Callable[[Engine], Any], steps: int
+    make: Callable[[], Engine],
+    batch: Callable[[Engine], Any],
+    steps: int,
+    least_made: int,
 ) -> StepMemory:
     kept: list[Engine] = []
 
@@ -87,16 +105,26 @@ def _record_cpu(
                 kept[0].step(local)
 
     phases = record_phases(run)
-    kept.pop().close()
     made, first, last = phases[0], phases[1], phases[-1]
+    # Frees that were missed only ever add: the smaller of several recordings is right.
+    drift = _largest(max(made.end - least_made, abs(last.end - last.start)))
+    kept.pop().close()
     return StepMemory(
         peak=last.peak,
         between=last.start,
         first_peak=first.peak,
         initial_peak=made.peak,
         # Scalars that a step returns come and go; a lost tensor is larger.
-        drift=last.end - last.start if abs(last.end - last.start) > 4096 else 0,
+        drift=drift if drift > 4096 else 0,
     )
+
+
+def _largest(count: int) -> int:
+    """Return the largest of the counts of all ranks, so that they decide alike."""
+    counts = torch.tensor(count)
+    if dist.is_initialized():
+        dist.all_reduce(counts, dist.ReduceOp.MAX)
+    return int(counts)
 
 
 def _measure_cuda(

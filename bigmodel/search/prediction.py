@@ -22,7 +22,11 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Memory of the ranks of one pipeline stage; without stages, of every rank."""
+    """Memory of the fullest rank of one pipeline stage; without stages, of all ranks.
+
+    Ranks of a stage differ only under DeepSpeed's stages 1 and 2, which cut the row of
+    all parameters into equal parts wherever the cuts fall.
+    """
 
     stage: int
     allocated: int

@@ -87,8 +87,8 @@ def test_the_pure_half_imports_no_torch():
 def test_planning_loads_no_training_library_and_leaves_cuda_alone():
     code = (
         "import torch, bigmodel\n"
-        "from torch import nn\n"
-        "decision = bigmodel.plan(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),"
+        "from torch.nn import Linear, Sequential\n"
+        "decision = bigmodel.plan(lambda: Sequential(Linear(8, 8), Linear(8, 8)),"
         " (torch.zeros(2, 8), torch.zeros(2, 8)), cluster='2xA100-40GB',"
         " global_batch=4, loss=lambda o, b: (o - b[1]).square().mean())\n"
         "assert not torch.cuda.is_initialized()\n"
