@@ -43,7 +43,8 @@ def main() -> int:
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    # Plans print as `ddp [replicate 2]`, which is no markup.
+    console = Console(markup=False, soft_wrap=True, highlight=False)
 
     console.rule("1. plan")
     decision = decide()
@@ -60,6 +61,7 @@ def main() -> int:
         [
             *sizes(),
             "--steps", str(steps),
+            "--learning-rate", "3e-3",
             "--metrics", str(metrics),
             "--out", str(out / "checkpoint"),
         ],
@@ -81,7 +83,7 @@ def main() -> int:
     for row in compared:
         show = format_bytes if row.is_bytes else format_seconds
         console.print(
-            f"{row.name:42} predicted {show(row.predicted):>11}   measured "
+            f"{row.name:40} predicted {show(row.predicted):>11}   measured "
             f"{show(row.measured):>11}   {row.error:+.1%}"
         )
     report = save_page(decision, out / "report.html", compared)

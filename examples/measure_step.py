@@ -22,7 +22,7 @@ from bigmodel.running.session import Engine, prepare
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 import pretrain_gpt
 
-LAYERS, HIDDEN, HEADS, SEQUENCE = 4, 192, 6, 128
+LAYERS, HIDDEN, HEADS, SEQUENCE = 4, 128, 4, 128
 
 
 def sizes() -> list[str]:

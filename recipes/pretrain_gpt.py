@@ -48,7 +48,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_model(args: argparse.Namespace) -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(
+    model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=BYTES,
             n_positions=args.sequence,
@@ -60,6 +60,9 @@ def make_model(args: argparse.Namespace) -> GPT2LMHeadModel:
             use_cache=False,
         )
     )
+    # What it falls back to, with a warning.
+    model.loss_type = "ForCausalLM"
+    return model
 
 
 def main() -> None:

@@ -174,7 +174,7 @@ def save(rows: list[Row], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="half of the cases")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the cases")
     parser.add_argument("--out", type=Path, help="write the table into this folder")
     args = parser.parse_args()
     rows = compare(measure(quick=args.quick), quick=args.quick)

@@ -1,6 +1,9 @@
 """Weights and optimizer states of one plan in files, by torch's distributed checkpoint.
 
-Plain tensors (DDP) are written once, shards (FSDP2) by the ranks that hold them.
+Plain tensors (DDP) are written once, shards (FSDP2) by the ranks that hold them, stages
+of a pipeline each under the names of the whole model. The flat form of the optimizer
+state is used: in the other form all stages would write their parameter groups under one
+name.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -19,21 +24,31 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from bigmodel.backends.precision import MasterWeights
 
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
 
 def save_state(
     folder: str,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     masters: MasterWeights | None = None,
 ) -> None:
-    """Write the model's tensors, fp32 masters if any, and the optimizer's states."""
-    save(_state(model, optimizer, masters), checkpoint_id=folder)
+    """Write this rank's part of the model's tensors, masters and optimizer states.
+
+    Args:
+        folder: Exists; what it held is replaced.
+        model: The model, or the stage.
+        optimizer: None where nothing is trained.
+        masters: The fp32 copies, where there are any.
+    """
+    writer = FileSystemWriter(folder, overwrite=True)
+    save(_state(model, optimizer, masters), storage_writer=writer)
 
 
 def load_state(
     folder: str,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     masters: MasterWeights | None = None,
 ) -> None:
     """Read what `save_state` wrote for an equal model under the same plan."""
@@ -46,19 +61,22 @@ def load_state(
     if masters is not None:
         owner = masters.module
         _fill(owner, state["masters"])
-    set_optimizer_state_dict(owner, optimizer, state["optimizer"])
+    if optimizer is not None:
+        set_optimizer_state_dict(owner, optimizer, state["optimizer"], options=_FLAT)
 
 
 def _state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, masters: MasterWeights | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    masters: MasterWeights | None,
 ) -> dict[str, Any]:
-    owner = model if masters is None else masters.module
-    state: dict[str, Any] = {
-        "model": _unique(model),
-        "optimizer": get_optimizer_state_dict(owner, optimizer),
-    }
+    state: dict[str, Any] = {"model": _unique(model)}
+    owner = model
     if masters is not None:
-        state["masters"] = _unique(masters.module)
+        owner = masters.module
+        state["masters"] = _unique(owner)
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(owner, optimizer, options=_FLAT)
     return state
 
 

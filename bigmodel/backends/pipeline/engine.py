@@ -33,10 +33,10 @@ from bigmodel.backends.pipeline.shared_weights import (
     under_first_names,
 )
 from bigmodel.backends.pipeline.stage import Stage
-from bigmodel.backends.pipeline.state_files import load_stage, save_stage
 from bigmodel.backends.pipeline.torch_schedules import torch_schedule
 from bigmodel.backends.precision import MasterWeights, cast_weights
 from bigmodel.backends.recompute import apply_recompute
+from bigmodel.backends.state_files import load_state, save_state
 from bigmodel.errors import InvalidPlanError, UsageError, Violation
 from bigmodel.plans import micro_batches as divisors
 
@@ -184,11 +184,11 @@ class PipelineEngine(AbstractEngine):
 
     def save(self, folder: str) -> None:
         """Write weights and optimizer states of all stages."""
-        save_stage(folder, self._model, self._optimizer, self._masters)
+        save_state(folder, self._model, self._optimizer, self._masters)
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote."""
-        load_stage(folder, self._model, self._optimizer, self._masters)
+        load_state(folder, self._model, self._optimizer, self._masters)
 
     def _schedule_for(self, micro_batches: Sequence[Batch]) -> PipelineScheduleSingle:
         """Return torch's schedule for micro-batches of these shapes."""
