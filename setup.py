@@ -16,6 +16,7 @@ EXTRAS["dev"] = [
     *EXTRAS["hf"],
     *EXTRAS["deepspeed"],
     *EXTRAS["accelerate"],
+    *EXTRAS["nvidia"],
     "hypothesis",
     "import-linter>=2",
     "pyright",

@@ -33,7 +33,7 @@ RECIPE = HERE.parent / "recipes" / "pretrain_gpt.py"
 MEASURE = HERE / "measure_step.py"
 
 PROCESSES = 2
-GLOBAL_BATCH = 16
+GLOBAL_BATCH = 8
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def main() -> int:
         [
             *sizes(),
             "--steps", str(steps),
-            "--learning-rate", "3e-3",
+            "--learning-rate", "1e-3",
             "--metrics", str(metrics),
             "--out", str(out / "checkpoint"),
         ],

@@ -38,6 +38,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--text-bytes", type=int, default=4_000_000)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--clip-norm", type=float, default=1.0)
@@ -55,6 +56,9 @@ def make_model(args: argparse.Namespace) -> GPT2LMHeadModel:
             n_embd=args.hidden,
             n_layer=args.layers,
             n_head=args.heads,
+            resid_pdrop=args.dropout,
+            embd_pdrop=args.dropout,
+            attn_pdrop=args.dropout,
             bos_token_id=0,
             eos_token_id=0,
             use_cache=False,

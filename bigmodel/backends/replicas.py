@@ -10,6 +10,9 @@ before has set them to None.
 
 from __future__ import annotations
 
+from typing import final
+
+from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.walk import (
     BUCKETS,
     GRADIENTS,
@@ -33,7 +36,8 @@ from bigmodel.simulator import Costs, ProgramBuilder, Task
 from bigmodel.units import MIB
 
 
-class Replica:
+@final
+class Replica(AbstractPart):
     """A whole model, or a pipeline stage, replicated with DDP.
 
     Args:

@@ -20,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import final
 
+from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.walk import (
     BUCKETS,
     GATHERED,
@@ -61,7 +63,8 @@ class ShardGroup:
     """Elements of their gradients, which carry no padding."""
 
 
-class Shards:
+@final
+class Shards(AbstractPart):
     """A whole model, or a pipeline stage, sharded with `fully_shard`.
 
     Args:

@@ -12,6 +12,8 @@ from bigmodel.search.prediction import Estimate
 from bigmodel.simulator import Costs
 from bigmodel.units import format_bytes
 
+_LARGEST_FACTOR = 256
+
 
 def explain_shortfall(missed: Sequence[Estimate], costs: Costs) -> str:
     """Return what the user of a cluster that is too small should read."""
@@ -46,15 +48,7 @@ def _cures(closest: Estimate, costs: Costs) -> list[str]:
         estimate = predict(change, costs, spans=False)
         if estimate.fits:
             found.append(f"{words}: {format_bytes(estimate.high)}")
-    if plan.mesh.shard > 1 or plan.mesh.pipeline > 1:
-        shared = _shared_bytes(closest)
-        fixed = closest.high - shared
-        if fixed < closest.capacity:
-            factor = ceil(shared / (closest.capacity - fixed))
-            found.append(
-                f"about {factor} times as many devices: "
-                f"{format_bytes(shared)} of the peak are shared among them"
-            )
+    found += _more_devices(plan, costs)
     found.append("a shorter sequence, or a smaller model")
     return found
 
@@ -69,6 +63,18 @@ def _smaller(plan: Plan):
         yield replace(plan, optimizer="sgd"), "optimizer sgd, which keeps no states"
 
 
-def _shared_bytes(estimate: Estimate) -> int:
-    shared = ("weights", "optimizer states", "fp32 master weights", "gradients")
-    return sum(t.num_bytes for t in estimate.fullest.terms if t.name in shared)
+def _more_devices(plan: Plan, costs: Costs) -> list[str]:
+    """Return the first doubling of the cluster on which the same sharding fits."""
+    factor = 1
+    while plan.mesh.shard > 1 and factor < _LARGEST_FACTOR:
+        factor *= 2
+        mesh = replace(plan.mesh, shard=plan.mesh.shard * factor)
+        cluster = replace(costs.cluster, num_nodes=costs.cluster.num_nodes * factor)
+        wider = replace(plan, mesh=mesh, micro_batch=1, accumulation=1)
+        estimate = predict(wider, Costs(costs.model, cluster), spans=False)
+        if estimate.fits:
+            return [
+                f"{cluster.world} devices and a global batch of "
+                f"{wider.global_batch}: {format_bytes(estimate.high)} each"
+            ]
+    return []

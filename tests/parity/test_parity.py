@@ -16,7 +16,7 @@ from tests.parity.cases import CASES, Case
 from tests.parity.reference import run_alone
 
 WORKER = Path(__file__).with_name("worker.py")
-SECONDS = 280
+SECONDS = 560
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bigmodel.backends.part import write_step
 from bigmodel.backends.replicas import Replica
 from bigmodel.backends.walk import Walk, steps_of
 from bigmodel.plans import Plan
@@ -19,8 +20,4 @@ def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...
     builder = ProgramBuilder()
     steps = steps_of(plan, costs.model.sequence)
     replica = Replica(plan, costs, builder, Walk(plan, costs, builder, steps))
-    for index in range(micro_batches):
-        replica.forward(index)
-        replica.backward(index, last=index == micro_batches - 1)
-    replica.update()
-    return (builder.build(),)
+    return (write_step(replica, builder, micro_batches),)

@@ -11,6 +11,7 @@ from bigmodel.backends.deepspeed.modules import full_name
 from bigmodel.backends.deepspeed.zero3 import ShardedZero
 from bigmodel.backends.deepspeed.zero3_linear import without_weight_copies
 from bigmodel.backends.deepspeed.zero12 import FlatZero
+from bigmodel.backends.part import write_step
 from bigmodel.backends.walk import Step, Walk, steps_of
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, Program, ProgramBuilder, simulate
@@ -29,7 +30,7 @@ def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...
         builder = ProgramBuilder()
         walk = Walk(plan, costs, builder, steps)
         parts = ShardedZero(plan, costs, builder, walk)
-        program = _write(parts, builder, micro_batches)
+        program = write_step(parts, builder, micro_batches)
         if plan.precision == "autocast":
             program = without_weight_copies(program, steps)
         return (program,)
@@ -40,18 +41,8 @@ def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...
         builder = ProgramBuilder()
         walk = Walk(plan, costs, builder, steps)
         parts = FlatZero(plan, costs, builder, walk, partition, rank)
-        candidates.append(_write(parts, builder, micro_batches))
+        candidates.append(write_step(parts, builder, micro_batches))
     return (max(candidates, key=_peak_bytes),)
-
-
-def _write(
-    parts: FlatZero | ShardedZero, builder: ProgramBuilder, micro_batches: int
-) -> Program:
-    for index in range(micro_batches):
-        parts.forward(index)
-        parts.backward(index, last=index == micro_batches - 1)
-    parts.update()
-    return builder.build()
 
 
 def _partition(plan: Plan, steps: tuple[Step, ...]) -> FlatPartition:

@@ -22,8 +22,11 @@ The gradients are accumulated in the weights' own type (`get_data_types`).
 
 from __future__ import annotations
 
+from typing import final
+
 from bigmodel.backends.deepspeed.flat_partition import FlatPartition
 from bigmodel.backends.deepspeed.modules import full_name
+from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.walk import (
     BUCKETS,
     GRADIENTS,
@@ -49,7 +52,8 @@ NORM_BYTES = 8
 """`get_norm_dtype`, `runtime/zero/utils.py`: gradient norms are taken in fp64."""
 
 
-class FlatZero:
+@final
+class FlatZero(AbstractPart):
     """One rank under ZeRO 1 or 2.
 
     Args:

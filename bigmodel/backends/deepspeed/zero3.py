@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import final
 
 from bigmodel.backends.deepspeed.gathering import Coordinator, Event, Visit, Weight
 from bigmodel.backends.deepspeed.modules import full_name, modules_of
 from bigmodel.backends.deepspeed.zero12 import NORM_BYTES
+from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.walk import (
     BUCKETS,
     GATHERED,
@@ -66,7 +68,8 @@ class _Shares:
     """Of parameters that every rank holds whole, all shards of one together."""
 
 
-class ShardedZero:
+@final
+class ShardedZero(AbstractPart):
     """A rank under ZeRO 3.
 
     Args:

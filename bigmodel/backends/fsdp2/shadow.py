@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bigmodel.backends.part import write_step
 from bigmodel.backends.shards import Shards
 from bigmodel.backends.walk import Walk, steps_of
 from bigmodel.plans import Plan
@@ -19,8 +20,4 @@ def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...
     builder = ProgramBuilder()
     steps = steps_of(plan, costs.model.sequence)
     shards = Shards(plan, costs, builder, Walk(plan, costs, builder, steps))
-    for index in range(micro_batches):
-        shards.forward(index)
-        shards.backward(index, last=index == micro_batches - 1)
-    shards.update()
-    return (builder.build(),)
+    return (write_step(shards, builder, micro_batches),)
