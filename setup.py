@@ -17,6 +17,7 @@ EXTRAS["dev"] = [
     *EXTRAS["deepspeed"],
     *EXTRAS["accelerate"],
     *EXTRAS["nvidia"],
+    "grimp",
     "hypothesis",
     "import-linter>=2",
     "pyright",

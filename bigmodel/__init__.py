@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from bigmodel.plans.training_plan import Stages as Stages
     from bigmodel.running.session import Engine as Engine
     from bigmodel.running.session import prepare as prepare
-    from bigmodel.search.prediction import Decision as Decision
+    from bigmodel.search.decision import Decision as Decision
     from bigmodel.search.prediction import Estimate as Estimate
 
 __version__ = "0.1.0"
@@ -48,7 +48,7 @@ _HOMES = {
     "Mesh": "plans.mesh",
     "ModelSpec": "models.spec",
     "Cluster": "clusters.machine",
-    "Decision": "search.prediction",
+    "Decision": "search.decision",
     "Estimate": "search.prediction",
     "BigModelError": "errors",
     "UsageError": "errors",

@@ -18,13 +18,14 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 import bigmodel
 from benchmarks.memory_accuracy import cases as matrix
 from bigmodel.clusters import Cluster, Device, Link, Node
-from bigmodel.models import ModelSpec
+from bigmodel.plans import Precision
 from bigmodel.search import predict
 from bigmodel.simulator import Costs
 from bigmodel.units import GIB, MIB
@@ -86,16 +87,17 @@ def measure(*, quick: bool) -> list[dict]:
         ]
 
 
-def spec_of(model: str) -> ModelSpec:
+@cache
+def costs_of(model: str, precision: Precision) -> Costs:
     make, batch, loss = matrix.MODELS[model]
-    return bigmodel.trace(make, batch(2), precision="fp32", target="cpu", loss=loss)
+    spec = bigmodel.trace(make, batch(2), precision=precision, target="cpu", loss=loss)
+    return Costs(spec, CLUSTER)
 
 
 def compare(ranks: list[dict], *, quick: bool) -> list[Row]:
-    costs = {name: Costs(spec_of(name), CLUSTER) for name in matrix.MODELS}
     rows = []
     for case in matrix.cases(quick=quick):
-        estimate = predict(case.plan, costs[case.model])
+        estimate = predict(case.plan, costs_of(case.model, case.plan.precision))
         stages = [
             [
                 measured[case.name]
@@ -138,13 +140,13 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
 
 
 def show(rows: list[Row]) -> None:
-    print(f"{'case':34} {'stage':>5} {'measured':>12} {'predicted':>12} {'error':>8}")
+    print(f"{'case':40} {'stage':>5} {'measured':>12} {'predicted':>12} {'error':>8}")
     for row in rows:
         note = f"  the recording drifted by {row.drift} B" if row.drift else ""
         if row.emptiest < 0.99 * row.measured:
             note += f"  emptiest rank {row.emptiest / MIB:.3f} MiB"
         print(
-            f"{row.case:34} {row.stage:>5} {row.measured / MIB:>8.3f} MiB "
+            f"{row.case:40} {row.stage:>5} {row.measured / MIB:>8.3f} MiB "
             f"{row.predicted / MIB:>8.3f} MiB {row.error:>+8.2%}{note}"
         )
     print()
@@ -174,7 +176,7 @@ def save(rows: list[Row], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the cases")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the cases")
     parser.add_argument("--out", type=Path, help="write the table into this folder")
     args = parser.parse_args()
     rows = compare(measure(quick=args.quick), quick=args.quick)

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from bigmodel.plans import Buckets, Mesh, Plan, Stages
+from bigmodel.plans import (
+    Buckets,
+    Mesh,
+    Plan,
+    Precision,
+    RecomputePolicy,
+    Stages,
+)
 
 GPT_BLOCKS = 4
 MLP_LAYERS = 6
@@ -81,19 +88,29 @@ class Case:
 
 
 def cases(*, quick: bool) -> Iterator[Case]:
-    """Yield the matrix at 2 processes; `quick` takes a quarter of it."""
+    """Yield the matrix at 2 processes; `quick` takes a fifth of it."""
+    if quick:
+        yield from _cases("gpt", "full", 2, "fp32")
+        yield from _cases("mlp", "none", 2, "fp32")
+        return
     for model in MODELS:
         for recompute in ("none", "full"):
-            if quick and (model, recompute) not in (("gpt", "full"), ("mlp", "none")):
-                continue
-            for accumulation in (2,) if quick else (1, 4):
-                for label, plan in _plans(model, accumulation):
-                    policies = (recompute,) * len(plan.units)
-                    yield Case(
-                        name=f"{model} {label} {recompute} x{accumulation}",
-                        model=model,
-                        plan=replace(plan, recompute=policies),
-                    )
+            for accumulation in (1, 4):
+                yield from _cases(model, recompute, accumulation, "fp32")
+    for precision in ("bf16", "autocast"):
+        yield from _cases("gpt", "none", 2, precision)
+
+
+def _cases(
+    model: str, recompute: RecomputePolicy, accumulation: int, precision: Precision
+) -> Iterator[Case]:
+    for label, plan in _plans(model, accumulation):
+        policies = (recompute,) * len(plan.units)
+        yield Case(
+            name=f"{model} {label} {recompute} x{accumulation} {precision}",
+            model=model,
+            plan=replace(plan, recompute=policies, precision=precision),
+        )
 
 
 def _plans(model: str, accumulation: int) -> Iterator[tuple[str, Plan]]:

@@ -114,7 +114,6 @@ def estimate_command(
     from bigmodel.api.planning import estimate
     from bigmodel.api.tracing import trace
     from bigmodel.plans import document
-    from bigmodel.reports.documents import estimate_document
     from bigmodel.reports.tables import estimate_report
 
     where = read_cluster(cluster)
@@ -148,6 +147,6 @@ def estimate_command(
         chosen = build_plan(wanted, Costs(spec, where))
         result = estimate(spec, plan=chosen, cluster=where)
     if as_json:
-        print_json(estimate_document(result))
+        print_json(result.to_dict())
     else:
         print_tables(estimate_report(result))

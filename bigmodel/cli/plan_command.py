@@ -78,7 +78,6 @@ def plan_command(
     # Only now: loading torch takes seconds, and a wrong number should not wait for it.
     from bigmodel.api.planning import plan
     from bigmodel.plans import document
-    from bigmodel.reports.documents import decision_document
     from bigmodel.reports.page import render_page
     from bigmodel.reports.tables import decision_report
 
@@ -91,7 +90,7 @@ def plan_command(
         seq_len=seq_len,
         backends=backend or None,
     )
-    full = decision_document(decision)
+    full = decision.to_dict()
     if out is not None:
         contents = {
             "format": document.FORMAT,

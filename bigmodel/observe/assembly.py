@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -29,11 +28,9 @@ from bigmodel.observe.storages import (
     RawEvent,
     RawGradient,
     RawStorage,
+    StepRecord,
     storage_key,
 )
-
-if TYPE_CHECKING:
-    from bigmodel.observe.tracing import StepRecord
 
 _TAPES = ("forward", "backward", "forward_end", "backward_end")
 

@@ -56,6 +56,15 @@ class Recording:
     """Where each known storage was read first, by its key."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One recorded step and what the hooks learned."""
+
+    recording: Recording
+    input_bytes: dict[int, int]
+    calls: tuple[int, ...]
+
+
 class StorageFollower(TorchDispatchMode):
     """Records the life of every storage while it is the innermost dispatch mode."""
 

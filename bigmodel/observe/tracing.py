@@ -32,7 +32,7 @@ from bigmodel.observe.huggingface import real_paths
 from bigmodel.observe.layout import Layout
 from bigmodel.observe.repetition import find_rows, without_repetition
 from bigmodel.observe.sample import describe_sample
-from bigmodel.observe.storages import Recording, StorageFollower
+from bigmodel.observe.storages import StepRecord, StorageFollower
 from bigmodel.observe.target import Target, TargetOperators
 
 _NOT_THE_USERS = tuple(
@@ -130,15 +130,6 @@ def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
         uncuttable=reading.uncuttable(subject.model, subject.paths),
         **describe_sample(batch),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One recorded step and what the hooks learned."""
-
-    recording: Recording
-    input_bytes: dict[int, int]
-    calls: tuple[int, ...]
 
 
 def _record(

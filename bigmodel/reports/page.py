@@ -10,9 +10,9 @@ from jinja2 import Environment, PackageLoader
 
 from bigmodel.reports.memory_bars import draw_memory_bars
 from bigmodel.reports.memory_curve import draw_memory_curve
-from bigmodel.reports.rejections import group_rejected
 from bigmodel.reports.streams_chart import draw_streams
-from bigmodel.search.prediction import Decision
+from bigmodel.search.decision import Decision
+from bigmodel.search.rejections import group_rejected
 from bigmodel.units import format_bytes, format_seconds
 
 

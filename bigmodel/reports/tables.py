@@ -9,8 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bigmodel.reports.rejections import group_rejected
-from bigmodel.search.prediction import Decision, Estimate, RankMemory, Rejected
+from bigmodel.search.decision import Decision
+from bigmodel.search.prediction import Estimate, RankMemory
+from bigmodel.search.rejections import Rejected, group_rejected
 from bigmodel.units import format_bytes, format_seconds
 
 

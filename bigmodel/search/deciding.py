@@ -22,8 +22,10 @@ from bigmodel.errors import (
 from bigmodel.models import OPTIMIZERS, ModelSpec
 from bigmodel.plans import Plan, Precision
 from bigmodel.search.bounds import Bounds
+from bigmodel.search.decision import Decision
 from bigmodel.search.predicting import predict
-from bigmodel.search.prediction import Decision, Estimate, Rejected
+from bigmodel.search.prediction import Estimate
+from bigmodel.search.rejections import Rejected
 from bigmodel.search.rules import dtype_violations, violations
 from bigmodel.search.shortfall import explain_shortfall
 from bigmodel.search.space import Request, enumerate_plans

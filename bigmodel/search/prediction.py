@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from bigmodel.plans import Plan, document
 from bigmodel.simulator import Timeline
 from bigmodel.units import format_bytes, format_seconds
+
+FORMAT = 1
+"""Version of estimates and decisions as JSON; within one, keys are only added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,20 @@ class RankMemory:
     """What runs when `allocated` is at its peak."""
     terms: tuple[Term, ...]
     """Who holds `device_total`, largest first; they add up to it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "stage": self.stage,
+            "peak_allocated_bytes": self.allocated,
+            "peak_reserved_bytes": self.reserved,
+            "device_total_bytes": self.device_total,
+            "moment": self.moment,
+            "terms": [
+                {"name": t.name, "bytes": t.num_bytes, "because": t.because}
+                for t in self.terms
+            ],
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +100,27 @@ class Estimate:
         """Bytes by which the fullest rank misses the capacity; 0 when it fits."""
         return max(self.high - self.capacity, 0)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON: bytes are int, seconds float; no timelines."""
+        return {
+            "format": FORMAT,
+            "plan": document.to_dict(self.plan),
+            "digest": document.digest(self.plan),
+            "description": self.plan.describe(),
+            "fits": self.fits,
+            "capacity_bytes": self.capacity,
+            "low_bytes": self.low,
+            "high_bytes": self.high,
+            "missing_bytes": self.missing,
+            "seconds": self.seconds,
+            "compute_seconds": self.compute_seconds,
+            "exposed_seconds": self.exposed_seconds,
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "mfu": self.mfu,
+            "fullest_stage": self.fullest.stage,
+            "stages": [rank.to_dict() for rank in self.ranks],
+        }
+
     def __str__(self) -> str:
         return (
             f"{self.plan.describe()}: {format_seconds(self.seconds)} a step, "
@@ -90,63 +128,3 @@ class Estimate:
             f"{format_bytes(self.fullest.device_total)} of "
             f"{format_bytes(self.capacity)}"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
-    """A plan that was not chosen, and the first reason why."""
-
-    plan: Plan
-    reason: str
-    estimate: Estimate | None = None
-    """Where it was simulated."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """The fastest plan that fits, and what became of the others."""
-
-    model: str
-    """The model in words."""
-    cluster: str
-    """The cluster in words."""
-    global_batch: int
-    best: Estimate
-    runners_up: tuple[Estimate, ...]
-    """The next fastest plans that fit."""
-    rejected: tuple[Rejected, ...]
-    considered: int
-    """Plans that were enumerated."""
-    simulated: int
-    """Plans that were simulated; the others were ruled out by a bound or a rule."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that was chosen."""
-        return self.best.plan
-
-    def save(self, path: str | Path) -> Path:
-        """Write the plan file, with what was predicted beside the plan."""
-        return document.save(
-            self.plan,
-            path,
-            model=self.model,
-            cluster=self.cluster,
-            predicted={
-                "seconds": self.best.seconds,
-                "tokens_per_second_per_gpu": self.best.tokens_per_second_per_gpu,
-                "peak_allocated_bytes": self.best.fullest.allocated,
-                "peak_reserved_bytes": self.best.fullest.reserved,
-                "device_total_bytes": self.best.fullest.device_total,
-            },
-        )
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.model} on {self.cluster}, global batch {self.global_batch}",
-            f"  best       {self.best}",
-            *(f"  runner-up  {estimate}" for estimate in self.runners_up),
-            f"  {self.considered} plans considered, {self.simulated} simulated, "
-            f"{len(self.rejected)} rejected",
-        ]
-        return "\n".join(lines)

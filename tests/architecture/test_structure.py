@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 import bigmodel
@@ -58,6 +59,18 @@ def test_every_backend_is_in_the_contract_of_independence():
         for path in (PACKAGE / "backends").glob("*/describe.py")
     }
     assert set(contract["modules"]) == folders
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = grimp.build_graph("bigmodel", exclude_type_checking_imports=True)
+    imports = {
+        name: graph.find_modules_directly_imported_by(name) for name in graph.modules
+    }
+    # What is imported by nobody that is left, layer by layer; a circle stays.
+    while free := [name for name, used in imports.items() if not used & set(imports)]:
+        for name in free:
+            del imports[name]
+    assert sorted(imports) == []
 
 
 def modules_after(code: str) -> set[str]:

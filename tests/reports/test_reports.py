@@ -14,14 +14,14 @@ from rich.console import Console
 
 from bigmodel.plans import Mesh, Plan, Stages
 from bigmodel.plans.document import from_dict
-from bigmodel.reports.documents import decision_document, estimate_document
 from bigmodel.reports.memory_bars import draw_memory_bars
 from bigmodel.reports.memory_curve import draw_memory_curve
 from bigmodel.reports.page import Comparison, render_page, save_page
-from bigmodel.reports.rejections import group_rejected
 from bigmodel.reports.streams_chart import draw_streams
 from bigmodel.reports.tables import decision_report, estimate_report
-from bigmodel.search.prediction import Decision, Estimate, RankMemory, Rejected, Term
+from bigmodel.search.decision import Decision
+from bigmodel.search.prediction import Estimate, RankMemory, Term
+from bigmodel.search.rejections import Rejected, group_rejected
 from bigmodel.simulator import Peak, Timeline
 from bigmodel.simulator.timeline import Span
 
@@ -167,7 +167,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much():
 
 
 def test_documents_are_json_with_plain_types(decision):
-    document = json.loads(json.dumps(decision_document(decision)))
+    document = json.loads(json.dumps(decision.to_dict()))
     best = document["best"]
     assert from_dict(best["plan"]) == decision.plan
     for key, value in best.items():
@@ -178,7 +178,7 @@ def test_documents_are_json_with_plain_types(decision):
     stage = best["stages"][0]
     assert sum(term["bytes"] for term in stage["terms"]) == stage["device_total_bytes"]
     assert [group["count"] for group in document["rejected"]] == [2, 1]
-    assert estimate_document(decision.best) == decision_document(decision)["best"]
+    assert decision.best.to_dict() == decision.to_dict()["best"]
 
 
 def test_bars_share_one_scale(decision):
@@ -255,6 +255,6 @@ def test_measured_values_are_compared(decision):
 def test_reports_import_no_torch():
     code = (
         "import sys, bigmodel.reports.page, bigmodel.reports.tables, "
-        "bigmodel.reports.documents; sys.exit('torch' in sys.modules)"
+        "bigmodel.search.decision; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

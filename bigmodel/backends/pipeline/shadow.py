@@ -21,7 +21,7 @@ from bigmodel.backends.walk import (
     weight_bytes,
 )
 from bigmodel.clusters import send_seconds
-from bigmodel.models import Placed
+from bigmodel.models import Placed, Storage, Unit
 from bigmodel.plans import Plan
 from bigmodel.schedules import SCHEDULES, Action
 from bigmodel.simulator import Costs, Program, ProgramBuilder, Task
@@ -67,6 +67,28 @@ def stage_sequence(plan: Plan, costs: Costs, stage: int) -> tuple[Placed, ...]:
     return tuple(found)
 
 
+def makes_block_input(before: Unit) -> bool:
+    """Say whether a model makes the blocks' input out of its embeddings.
+
+    Every stage of a model of transformers runs its code before the blocks, with hidden
+    states in place of the embeddings. Where that code adds something (GPT-2 its
+    positions), the first block reads the sum, and not what was received.
+    """
+    tape = before.phases["none"].forward
+    handed = [
+        event.size.per_sample
+        for event in tape.events
+        if isinstance(event, Storage) and event.sign > 0 and event.kind == "boundary"
+    ]
+    return any(
+        isinstance(event, Storage)
+        and event.sign > 0
+        and event.kind != "boundary"
+        and event.size.per_sample in handed
+        for event in tape.events
+    )
+
+
 class _StageProgram:
     """Writes the program of one stage."""
 
@@ -80,6 +102,7 @@ class _StageProgram:
         self._first = stage == 0
         self._last = stage == plan.mesh.pipeline - 1
         self._builder = ProgramBuilder()
+        self._makes_input = makes_block_input(costs.model.before)
         steps = self._steps()
         self._entering = steps[0].unit.input_bytes_per_sample * plan.micro_batch
         self._leaving = costs.output_bytes(steps[-1].unit, plan.micro_batch)
@@ -94,6 +117,8 @@ class _StageProgram:
         # has its own, wherever the trace saw the shared one appear.
         self._own_gradient = expected - made
         self._kept = sum(residue.values())
+        if self._makes_input and not self._first:
+            self._kept += self._entering
         self._parts = (
             Shards(plan, costs, self._builder, walk, postpone=True)
             if plan.mesh.shard > 1
@@ -113,7 +138,7 @@ class _StageProgram:
     def _steps(self) -> tuple[Step, ...]:
         sequence = stage_sequence(self._plan, self._costs, self._stage)
         steps = list(steps_of(self._plan, sequence))
-        if not self._first:
+        if not self._first and not self._makes_input:
             steps[0] = replace(steps[0], receives_input=True)
         if not self._last:
             steps[-1] = replace(steps[-1], receives_gradient=True)
@@ -122,6 +147,8 @@ class _StageProgram:
     def _forward(self, micro_batch: int) -> None:
         if not self._first:
             self._receive(f"F{self._stage}.{micro_batch}")
+            if self._makes_input:
+                self._keep(self._entering, "input of the first block")
         self._parts.forward(micro_batch)
         if not self._last:
             self._send(f"F{self._stage + 1}.{micro_batch}", self._leaving)

@@ -6,9 +6,20 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bigmodel.search.prediction import Rejected
+from bigmodel.plans import Plan
+from bigmodel.search.prediction import Estimate
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?(?: (?:[KMGT]?i?B|m?s|us)\b)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A plan that was not chosen, and the first reason why."""
+
+    plan: Plan
+    reason: str
+    estimate: Estimate | None = None
+    """Where it was simulated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
