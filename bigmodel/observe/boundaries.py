@@ -34,6 +34,8 @@ class UnitBoundaries:
         self._follower = follower
         self._outputs: list[torch.Tensor] = []
         self._carried: dict[int, int] = {}
+        self._num_outputs = 0
+        self._form: Any = None
         self._handles: list[Any] = []
         self._skipped: list[nn.Module] = []
         self.calls: list[int] = []
@@ -61,20 +63,16 @@ class UnitBoundaries:
         def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
             self.calls.append(index)
             leaves = _tensors((args, kwargs))
-            self._map_carried(leaves, (args, kwargs))
+            self._map_carried((args, kwargs))
             source = self._follower.place[0]
             self.input_bytes[unit] = self._mark_boundary(leaves, source)
             self._follower.enter((unit, "forward"))
 
         def after(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             self._mark_boundary(_tensors(output), unit)
-            self._outputs = [
-                t for t in tree_leaves(output) if isinstance(t, torch.Tensor)
-            ]
-            self._output_template = output
+            self._outputs = [] if last else _tensors(output)
+            self._form = _form_of(output)
             if last:
-                self._outputs = []
-                self._output_template = None
                 self._follower.enter_with_next_operator((unit + 1, "forward"))
 
         self._handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
@@ -103,7 +101,7 @@ class UnitBoundaries:
 
         return reached
 
-    def _map_carried(self, leaves: list[torch.Tensor], call: Any) -> None:
+    def _map_carried(self, call: Any) -> None:
         """Learn which input of a block is which output of the block before."""
         if not self._outputs:
             return
@@ -122,40 +120,28 @@ class UnitBoundaries:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(index)
-            if self._outputs:
-                self._map_carried(_tensors((args, kwargs)), (args, kwargs))
+            self._map_carried((args, kwargs))
             flat, _ = tree_flatten((args, kwargs))
             by_output = {source: flat[at] for at, source in self._carried.items()}
             if len(by_output) != self._num_outputs:
                 raise NotSkippableError
-            leaves, structure = tree_flatten(self._shape)
-            replaced, output = [], 0
-            for leaf in leaves:
-                if leaf is _TENSOR:
-                    replaced.append(by_output[output])
-                    output += 1
-                else:
-                    replaced.append(leaf)
-            return tree_unflatten(replaced, structure)
+            leaves, structure = tree_flatten(self._form)
+            tensors = (by_output[output] for output in range(self._num_outputs))
+            handed_on = [next(tensors) if leaf is _TENSOR else leaf for leaf in leaves]
+            return tree_unflatten(handed_on, structure)
 
         block.forward = forward
         self._skipped.append(block)
 
-    @property
-    def _output_template(self) -> Any:
-        return self._shape
-
-    @_output_template.setter
-    def _output_template(self, output: Any) -> None:
-        leaves, structure = tree_flatten(output)
-        marked = [
-            _TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        ]
-        self._shape = tree_unflatten(marked, structure)
-
 
 _TENSOR = object()
 """Stands for a tensor in the remembered form of an output, which keeps none alive."""
+
+
+def _form_of(output: Any) -> Any:
+    leaves, structure = tree_flatten(output)
+    marked = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(marked, structure)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
