@@ -316,7 +316,6 @@ def _sequence(layout: Layout, units: Mapping[int, Unit]) -> tuple[Placed, ...]:
             Placed(path="", unit=_empty(), role="after"),
         )
     placed = [Placed(path="", unit=units[0], role="before")]
-    shared: dict[Unit, Unit] = {}
     for index, path in enumerate(layout.paths):
         row_index = layout.row_index(index)
         row = layout.rows[row_index]
@@ -331,7 +330,6 @@ def _sequence(layout: Layout, units: Mapping[int, Unit]) -> tuple[Placed, ...]:
                     role="after" if final else "between",
                 )
             )
-    del shared
     return tuple(placed)
 
 
