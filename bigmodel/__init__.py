@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from bigmodel.errors import WorldError as WorldError
     from bigmodel.models.spec import ModelSpec as ModelSpec
     from bigmodel.plans.mesh import Mesh as Mesh
-    from bigmodel.plans.training_plan import Buckets as Buckets
+    from bigmodel.plans.options import DdpOptions as DdpOptions
+    from bigmodel.plans.options import DeepSpeedOptions as DeepSpeedOptions
+    from bigmodel.plans.options import FairscaleOptions as FairscaleOptions
+    from bigmodel.plans.options import Fsdp2Options as Fsdp2Options
+    from bigmodel.plans.options import HorovodOptions as HorovodOptions
+    from bigmodel.plans.options import Offload as Offload
     from bigmodel.plans.training_plan import Plan as Plan
     from bigmodel.plans.training_plan import Stages as Stages
     from bigmodel.running.session import Engine as Engine
@@ -44,7 +49,12 @@ _HOMES = {
     "Engine": "running.session",
     "Plan": "plans.training_plan",
     "Stages": "plans.training_plan",
-    "Buckets": "plans.training_plan",
+    "Offload": "plans.options",
+    "DdpOptions": "plans.options",
+    "Fsdp2Options": "plans.options",
+    "DeepSpeedOptions": "plans.options",
+    "FairscaleOptions": "plans.options",
+    "HorovodOptions": "plans.options",
     "Mesh": "plans.mesh",
     "ModelSpec": "models.spec",
     "Cluster": "clusters.machine",

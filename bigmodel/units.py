@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from bigmodel.errors import UsageError, Violation
 
@@ -67,3 +68,16 @@ def parse_bytes(text: str | int, *, field: str = "memory") -> int:
             )
         )
     return int(float(match[1]) * _SUFFIXES[suffix])
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Return rising whole numbers with runs as ranges: 0-3, 6."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(
+        str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs
+    )

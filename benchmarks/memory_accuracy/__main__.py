@@ -31,8 +31,6 @@ from bigmodel.search import predict
 from bigmodel.simulator import Costs
 from bigmodel.units import GIB, MIB
 
-PROCESSES = 2
-
 # Only bytes are compared, so any CPU device serves.
 CLUSTER = Cluster(
     name="2xcpu",
@@ -45,7 +43,7 @@ CLUSTER = Cluster(
             peaks={"float32": 1e11, "bfloat16": 1e11},
             source="a stand-in",
         ),
-        count=PROCESSES,
+        count=matrix.PROCESSES,
         link=Link(bandwidth=1e9, latency=1e-4),
     ),
 )
@@ -75,7 +73,7 @@ def measure(*, quick: bool) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run",
-            f"--nproc-per-node={PROCESSES}", "--rdzv-backend=c10d",
+            f"--nproc-per-node={matrix.PROCESSES}", "--rdzv-backend=c10d",
             "--rdzv-endpoint=localhost:0", "--local-addr=localhost",
             "-m", "benchmarks.memory_accuracy.worker", folder,
             "quick" if quick else "all",
@@ -84,7 +82,7 @@ def measure(*, quick: bool) -> list[dict]:
         subprocess.run(command, check=True, env=environment, timeout=3000)
         return [
             json.loads((Path(folder) / f"rank{rank}.json").read_text())
-            for rank in range(PROCESSES)
+            for rank in range(matrix.PROCESSES)
         ]
 
 
@@ -109,12 +107,7 @@ def compare(ranks: list[dict], *, quick: bool) -> list[Row]:
     for case in matrix.cases(quick=quick):
         estimate = predict(case.plan, costs_of(case.model, case.plan.precision))
         stages = [
-            [
-                measured[case.name]
-                for rank, measured in enumerate(ranks)
-                if case.plan.mesh.stage(rank) == stage
-            ]
-            for stage in range(case.plan.mesh.pipeline)
+            [ranks[rank][case.name] for rank in entry.ranks] for entry in estimate.ranks
         ]
         candidates = [
             Row(
@@ -179,7 +172,7 @@ def save(rows: list[Row], folder: Path) -> None:
         "summary": summary(rows),
         "rows": [{**asdict(row), "error": row.error} for row in rows],
     }
-    path = folder / f"memory_accuracy_cpu_{PROCESSES}_processes.json"
+    path = folder / f"memory_accuracy_cpu_{matrix.PROCESSES}_processes.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"\nwritten to {path}")
 

@@ -10,15 +10,11 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from bigmodel.plans import (
-    Buckets,
-    Mesh,
-    Plan,
-    Precision,
-    RecomputePolicy,
-    Stages,
-)
+from benchmarks.layouts import all_layouts
+from bigmodel.backends.catalog import BACKENDS
+from bigmodel.plans import Plan, Precision, RecomputePolicy
 
+PROCESSES = 2
 GPT_BLOCKS = 4
 MLP_LAYERS = 6
 SEQUENCE = 128
@@ -75,7 +71,7 @@ UNITS = {
     "gpt": tuple(f"transformer.h.{index}" for index in range(GPT_BLOCKS)),
     "mlp": tuple(str(index) for index in range(2 * MLP_LAYERS + 1)),
 }
-CUTS = {"gpt": (2,), "mlp": (6,)}
+ELEMENTS = {"gpt": 1_900_000, "mlp": 900_000}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,46 +100,20 @@ def cases(*, quick: bool) -> Iterator[Case]:
 def _cases(
     model: str, recompute: RecomputePolicy, accumulation: int, precision: Precision
 ) -> Iterator[Case]:
-    for label, plan in _plans(model, accumulation):
-        policies = (recompute,) * len(plan.units)
+    for label, layout in all_layouts(PROCESSES, UNITS[model], ELEMENTS[model]):
+        least = layout.accumulation
+        if precision not in BACKENDS.get(layout.backend).precisions:
+            continue
+        if accumulation % least:
+            continue
         yield Case(
             name=f"{model} {label} {recompute} x{accumulation} {precision}",
             model=model,
-            plan=replace(plan, recompute=policies, precision=precision),
-        )
-
-
-def _plans(model: str, accumulation: int) -> Iterator[tuple[str, Plan]]:
-    base = Plan(
-        backend="ddp",
-        mesh=Mesh(replicate=2),
-        micro_batch=4,
-        accumulation=accumulation,
-        units=UNITS[model],
-    )
-    yield "ddp", base
-    yield (
-        "ddp, no views",
-        replace(base, buckets=Buckets(ddp_gradient_views=False)),
-    )
-    sharded = replace(base, backend="fsdp2", mesh=Mesh(shard=2))
-    yield "fsdp2, reshard", sharded
-    yield "fsdp2, keep", replace(sharded, reshard_after_forward=False)
-    for stage in (1, 2, 3):
-        yield (
-            f"deepspeed {stage}",
-            replace(
-                sharded,
-                backend="deepspeed",
-                zero_stage=stage,
-                buckets=Buckets(deepspeed_elements=500_000),
+            plan=replace(
+                layout,
+                micro_batch=4,
+                accumulation=accumulation,
+                recompute=(recompute,) * len(layout.units),
+                precision=precision,
             ),
-        )
-    for schedule in ("gpipe", "1f1b"):
-        if schedule == "1f1b" and accumulation < 2:
-            continue
-        stages = Stages(schedule=schedule, cuts=CUTS[model])
-        yield (
-            schedule,
-            replace(base, backend="pipeline", mesh=Mesh(pipeline=2), stages=stages),
         )

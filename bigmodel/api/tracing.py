@@ -18,6 +18,7 @@ from bigmodel.models import ModelSpec
 from bigmodel.observe.sources import resolve
 from bigmodel.observe.target import Target
 from bigmodel.observe.tracing import Reading, trace_module
+from bigmodel.plans import NUMBER_FORMATS
 from bigmodel.plans.training_plan import PRECISIONS, Precision
 
 
@@ -42,7 +43,7 @@ def trace(
         batch: A sample batch, as the training loop will give it. May be left out for
             language models and image classifiers of transformers.
         seq_len: Tokens of a sample, where `batch` is left out.
-        precision: `bf16`, `fp32` or `autocast`.
+        precision: As in `Plan.precision`.
         target: Whose operators are read: `cuda` or `cpu`.
         loss: `loss(output, batch)`, where the model does not return its loss itself.
 
@@ -67,9 +68,10 @@ def trace(
 
     def loss_of(module: nn.Module, local: Any) -> Tensor:
         inputs = model_inputs(module, local, loss)
-        if precision == "bf16":
+        form = NUMBER_FORMATS[precision]
+        if form.masters:
             # As the engines do: the model's inputs, but not those of the loss.
-            inputs = cast_floats(inputs, torch.bfloat16)
+            inputs = cast_floats(inputs, getattr(torch, form.weights))
         positional, named = inputs
         return compute_loss(module, module(*positional, **named), local, loss)
 

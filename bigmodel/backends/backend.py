@@ -8,23 +8,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import fields
+from typing import ClassVar
 
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
 from bigmodel.models import ModelSpec
-from bigmodel.plans import Mesh, Plan, Stages
+from bigmodel.plans import Plan
+from bigmodel.plans.training_plan import PRECISIONS
 from bigmodel.simulator import Costs, Program
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How a backend spreads a model; micro-batch and recomputation come on top."""
-
-    mesh: Mesh
-    zero_stage: int = 0
-    reshard_after_forward: bool = True
-    stages: Stages | None = None
+_FOR_SOME = (
+    "zero_stage",
+    "stages",
+    "compile",
+    "offload",
+    "ddp",
+    "fsdp2",
+    "deepspeed",
+    "fairscale",
+    "horovod",
+)
+"""Fields of a plan that not every backend obeys."""
 
 
 class AbstractBackend(ABC):
@@ -32,6 +37,12 @@ class AbstractBackend(ABC):
 
     name: str
     """As `Plan.backend` spells it."""
+    obeys: ClassVar[frozenset[str]] = frozenset()
+    """Fields of a plan, of those that not all backends obey, that this one does. In the
+    others a plan must keep the default, so that no option is silently without effect.
+    """
+    precisions: ClassVar[tuple[str, ...]] = PRECISIONS
+    """Number formats that it trains in."""
 
     @abstractmethod
     def violations(
@@ -40,14 +51,54 @@ class AbstractBackend(ABC):
         """Yield what this backend refuses in a plan, of a model, on a cluster."""
 
     @abstractmethod
-    def layouts(self, costs: Costs) -> Iterator[Layout]:
-        """Yield every layout that uses all devices of the cluster."""
+    def layouts(self, costs: Costs) -> Iterator[Plan]:
+        """Yield every layout that uses all devices of the cluster.
+
+        A layout is a plan with micro-batch 1 and without recomputation, whose precision
+        and optimizer do not count: the search sets them.
+        """
 
     @abstractmethod
     def programs(
         self, plan: Plan, costs: Costs, micro_batches: int
     ) -> tuple[Program, ...]:
-        """Return the shadow's programs, one for every pipeline stage."""
+        """Return the shadow's programs.
+
+        One for every pipeline stage, or several where its ranks differ. A program that
+        does not say for which ranks it is, is that of all ranks of the stage with its
+        index.
+        """
+
+
+def refusals(
+    backend: AbstractBackend,
+    plan: Plan,
+    model: ModelSpec | None = None,
+    cluster: Cluster | None = None,
+) -> Iterator[Violation]:
+    """Yield all that a backend refuses: its own rules, and options without effect."""
+    if plan.precision not in backend.precisions:
+        yield Violation(
+            field="precision",
+            got=plan.precision,
+            rule=f"backend {backend.name!r} trains in {', '.join(backend.precisions)}",
+        )
+    defaults = {entry.name: entry for entry in fields(Plan)}
+    for name in _FOR_SOME:
+        entry, value = defaults[name], getattr(plan, name)
+        default = (
+            entry.default_factory()
+            if callable(entry.default_factory)
+            else entry.default
+        )
+        if name not in backend.obeys and value != default:
+            yield Violation(
+                field=name,
+                got=value,
+                rule=f"it would have no effect under backend {backend.name!r}",
+                cure="leave it at its default, or use a backend that obeys it",
+            )
+    yield from backend.violations(plan, model, cluster)
 
 
 def divisors(number: int) -> list[int]:

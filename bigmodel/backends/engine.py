@@ -27,6 +27,23 @@ LossFunction = Callable[[Any, Batch], Tensor]
 """From the model's output and the micro-batch to the mean loss, a scalar."""
 
 
+LossShare = float | Tensor
+"""What the mean loss of a micro-batch is multiplied with before its backward. Shares
+are such that the mean over data-parallel ranks of the sum over micro-batches is the
+loss of the global batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one optimizer step did, the same on every rank."""
+
+    grad_norm: Tensor | None
+    """Global norm of the gradients before clipping; None where clipping is off or the
+    step was skipped."""
+    skipped: bool = False
+    """Whether a gradient overflowed in float16, so that nothing was stepped."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """All that an engine is built from, the same on every rank but for the device."""
@@ -47,27 +64,34 @@ class AbstractEngine(ABC):
     """One rank of a job. Every method is collective: all ranks call it together."""
 
     @abstractmethod
-    def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
+    def forward_backward(
+        self, micro_batches: Sequence[Batch], shares: Sequence[LossShare]
+    ) -> Tensor:
         """Run forward and backward of all micro-batches of one optimizer step.
 
-        Gradients end up as the mean over micro-batches and data-parallel ranks.
+        Gradients end up as the mean over data-parallel ranks of the gradient of the
+        sum over micro-batches of share x mean loss.
 
         Args:
             micro_batches: The micro-batches of this data-parallel rank, on the device.
                 Ranks of one pipeline are given the same ones.
+            shares: One for each micro-batch; 1 / their number where all weigh the same.
 
         Returns:
-            The mean loss over the micro-batches of this data-parallel rank, detached;
-            valid on every rank of a pipeline.
+            The sum over micro-batches of share x mean loss, detached; valid on every
+            rank of a pipeline.
         """
 
     @abstractmethod
-    def update(self) -> Tensor | None:
-        """Clip, step the optimizer, and drop the gradients.
+    def update(self) -> Update:
+        """Clip, step the optimizer, and drop the gradients."""
 
-        Returns:
-            The global norm of the gradients before clipping, the same on every rank;
-            None where clipping is off.
+    @property
+    @abstractmethod
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's optimizer of this rank, whose groups a scheduler changes.
+
+        None on a rank that trains nothing.
         """
 
     @abstractmethod

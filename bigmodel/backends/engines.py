@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from bigmodel.backends.backend import refusals
 from bigmodel.backends.catalog import BACKENDS
 from bigmodel.backends.engine import AbstractEngine, Job
 from bigmodel.errors import InvalidPlanError, raise_if_any
@@ -19,7 +20,7 @@ def build_engine(job: Job) -> AbstractEngine:
     """
     name = job.plan.backend
     backend = BACKENDS.get(name)
-    raise_if_any(list(backend.violations(job.plan, None, None)), InvalidPlanError)
+    raise_if_any(list(refusals(backend, job.plan)), InvalidPlanError)
     # Imported by name: no library is loaded, or even installed, that is not used.
     module = importlib.import_module(f"bigmodel.backends.{name}.engine")
     return module.build(job)

@@ -1,9 +1,10 @@
-"""Number formats: what is computed in bfloat16 and what stays in fp32.
+"""Number formats: what is computed in half precision and what stays in fp32.
 
-`bf16` always means forward and backward in bfloat16 with fp32 master weights and fp32
-optimizer states. FSDP2 and DeepSpeed keep the masters themselves; the other backends
-use `MasterWeights`. Buffers keep their dtype. The model is given its floating-point
-inputs in bfloat16 (`cast_inputs`), the loss function gets the batch as it is.
+`bf16` and `fp16` always mean forward and backward in that type with fp32 master weights
+and fp32 optimizer states. FSDP2 and DeepSpeed keep the masters themselves; the other
+backends use `MasterWeights`. Buffers keep their dtype. The model is given its
+floating-point inputs in the same type (`cast_inputs`), the loss function gets the batch
+as it is.
 """
 
 from __future__ import annotations
@@ -23,29 +24,32 @@ from bigmodel.plans import Plan
 
 def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[Any]:
     """Return the context of forward and loss: autocast where the plan says so."""
-    if plan.precision != "autocast":
+    form = plan.number_format
+    if not form.autocast:
         return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
+    return torch.autocast(device.type, getattr(torch, form.compute))
 
 
-def cast_weights(model: nn.Module) -> None:
-    """Turn the fp32 parameters of a model into bfloat16 in place; buffers stay."""
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Turn the fp32 parameters of a model into `dtype` in place; buffers stay."""
     for parameter in model.parameters():
         if parameter.dtype == torch.float32:
-            parameter.data = parameter.data.to(torch.bfloat16)
+            parameter.data = parameter.data.to(dtype)
 
 
 def cast_inputs(plan: Plan, inputs: Any) -> Any:
     """Return a model's inputs in the dtype of its weights."""
-    return cast_floats(inputs, torch.bfloat16) if plan.precision == "bf16" else inputs
+    form = plan.number_format
+    return cast_floats(inputs, getattr(torch, form.weights)) if form.masters else inputs
 
 
 class MasterWeights:
-    """The user's optimizer over fp32 copies of parameters that become bfloat16.
+    """The user's optimizer over fp32 copies of parameters that become half precision.
 
     Build it while the parameters are still fp32 and on their device, then call
-    `cast_weights`. One step: `gather_gradients`, clip `parameters()`, `step`,
-    `scatter_weights`. `module` and `optimizer` are what a checkpoint must hold.
+    `cast_weights`. One step: `gather_gradients`, clip `named()`, step the optimizer,
+    `scatter_weights`, `drop_gradients`. `module` and `optimizer` are what a checkpoint
+    must hold.
 
     Args:
         factory: Builds the optimizer over the copies.
@@ -66,9 +70,9 @@ class MasterWeights:
         self.optimizer = build_optimizer(factory, self._masters)
         """The optimizer over the masters."""
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the masters, whose gradients are the ones to clip."""
-        return list(self._masters.values())
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the masters by name; their gradients are the ones to clip."""
+        return dict(self._masters)
 
     def gather_gradients(self) -> None:
         """Move the gradients of the parameters to the masters, as fp32."""
@@ -78,10 +82,10 @@ class MasterWeights:
                 None if gradient is None else gradient.to(torch.float32)
             )
 
-    def step(self) -> None:
-        """Step the optimizer on the masters and drop their gradients."""
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the masters."""
+        for master in self._masters.values():
+            master.grad = None
 
     @torch.no_grad()
     def scatter_weights(self) -> None:

@@ -85,7 +85,7 @@ class Replica(AbstractPart):
                 # Added to the gradient that is there; what autograd made goes.
                 self._builder.allocate(GRADIENTS, -size, "accumulate gradient")
             if synchronise:
-                if self._plan.buckets.ddp_gradient_views:
+                if self._plan.ddp.gradient_views:
                     self._builder.allocate(GRADIENTS, -size, "copy into bucket")
                 self._fill(size, task)
 
@@ -100,7 +100,7 @@ class Replica(AbstractPart):
     def update(self) -> None:
         """Write the optimizer's step and the end of the gradients."""
         builder, plan = self._builder, self._plan
-        views = self._bucketed and plan.buckets.ddp_gradient_views
+        views = self._bucketed and plan.ddp.gradient_views
         held = 0 if views else self._elements * self._width
         if self._width == 2:
             builder.allocate(GRADIENTS, self._elements * 4, "gradients to fp32")
@@ -119,7 +119,7 @@ class Replica(AbstractPart):
     def _fill(self, size: int, task: int) -> None:
         self._bucket += size
         # An explicit cap, even torch's default, holds for the first bucket too.
-        if self._bucket >= self._plan.buckets.ddp_megabytes * MIB:
+        if self._bucket >= self._plan.ddp.bucket_megabytes * MIB:
             self._send(task)
 
     def _send(self, task: int) -> None:

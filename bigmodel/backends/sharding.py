@@ -28,16 +28,17 @@ def shard(
         mesh: One axis to shard, or two to replicate and to shard.
     """
     policy = MixedPrecisionPolicy()
-    if plan.precision == "bf16":
+    form = plan.number_format
+    if form.masters:
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            param_dtype=getattr(torch, form.weights), reduce_dtype=torch.float32
         )
     for block in _groups(module, blocks):
         fully_shard(
             block,
             mesh=mesh,
             mp_policy=policy,
-            reshard_after_forward=plan.reshard_after_forward,
+            reshard_after_forward=plan.fsdp2.reshard_after_forward,
         )
     return fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 

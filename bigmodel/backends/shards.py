@@ -174,7 +174,7 @@ class Shards(AbstractPart):
 
     def _after_forward(self, at: int) -> None:
         unit = self._groups[at]
-        if unit and self._plan.reshard_after_forward:
+        if unit and self._plan.fsdp2.reshard_after_forward:
             self._reshard(unit)
 
     def _before_backward(self, at: int) -> tuple[int, ...]:

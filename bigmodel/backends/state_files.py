@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -22,61 +21,54 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from bigmodel.backends.precision import MasterWeights
+from bigmodel.backends.updating import Updater
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save_state(
-    folder: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    masters: MasterWeights | None = None,
-) -> None:
+def save_state(folder: str, model: nn.Module, updater: Updater) -> None:
     """Write this rank's part of the model's tensors, masters and optimizer states.
 
     Args:
         folder: Exists; what it held is replaced.
         model: The model, or the stage.
-        optimizer: None where nothing is trained.
-        masters: The fp32 copies, where there are any.
+        updater: Holds the optimizer, masters and loss scale.
     """
     writer = FileSystemWriter(folder, overwrite=True)
-    save(_state(model, optimizer, masters), storage_writer=writer)
+    save(_state(model, updater), storage_writer=writer)
 
 
-def load_state(
-    folder: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    masters: MasterWeights | None = None,
-) -> None:
+def load_state(folder: str, model: nn.Module, updater: Updater) -> None:
     """Read what `save_state` wrote for an equal model under the same plan."""
     # Reading fills tensors in place, so a state of the right shape comes first; torch
     # makes the optimizer's by a step with learning rate 0.
-    state = _state(model, optimizer, masters)
+    state = _state(model, updater)
     load(state, checkpoint_id=folder)
     _fill(model, state["model"])
     owner = model
-    if masters is not None:
-        owner = masters.module
+    if updater.masters is not None:
+        owner = updater.masters.module
         _fill(owner, state["masters"])
-    if optimizer is not None:
-        set_optimizer_state_dict(owner, optimizer, state["optimizer"], options=_FLAT)
+    if updater.optimizer is not None:
+        set_optimizer_state_dict(
+            owner, updater.optimizer, state["optimizer"], options=_FLAT
+        )
+    updater.scale.restore(state["loss_scale"])
 
 
-def _state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    masters: MasterWeights | None,
-) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": _unique(model)}
+def _state(model: nn.Module, updater: Updater) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "model": _unique(model),
+        "loss_scale": updater.scale.state(),
+    }
     owner = model
-    if masters is not None:
-        owner = masters.module
+    if updater.masters is not None:
+        owner = updater.masters.module
         state["masters"] = _unique(owner)
-    if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(owner, optimizer, options=_FLAT)
+    if updater.optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(
+            owner, updater.optimizer, options=_FLAT
+        )
     return state
 
 

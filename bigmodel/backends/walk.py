@@ -82,7 +82,7 @@ def _full_name(placed: Placed, param: Param) -> str:
 
 def weight_bytes(plan: Plan) -> int:
     """Return the bytes of one element of the weights that compute."""
-    return 2 if plan.precision == "bf16" else 4
+    return plan.number_format.weight_bytes
 
 
 def communication(costs: Costs) -> Stream:

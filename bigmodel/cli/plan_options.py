@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from bigmodel.backends.backend import Layout
 from bigmodel.backends.catalog import BACKENDS
 from bigmodel.errors import InvalidPlanError, Violation
 from bigmodel.plans import Plan
@@ -48,36 +47,30 @@ def build_plan(options: PlanOptions, costs: Costs) -> Plan:
         key=lambda entry: (
             entry.zero_stage,
             entry.mesh.shard,
-            entry.reshard_after_forward,
+            entry.fsdp2.reshard_after_forward is True,
         ),
     )
-    units = costs.model.units
     full = options.recompute == "full"
-    return Plan(
-        backend=options.backend,
-        mesh=layout.mesh,
+    return replace(
+        layout,
         micro_batch=options.micro_batch,
         accumulation=options.accumulation,
         precision=options.precision,
         optimizer=options.optimizer,
-        units=units,
-        recompute=("full",) * len(units) if full else (),
-        zero_stage=layout.zero_stage,
-        reshard_after_forward=layout.reshard_after_forward,
-        stages=layout.stages,
+        recompute=("full",) * len(layout.units) if full else (),
     )
 
 
-def _values(layout: Layout) -> Mapping[str, object]:
+def _values(layout: Plan) -> Mapping[str, object]:
     return {
         "zero_stage": layout.zero_stage,
         "stages": layout.mesh.pipeline,
         "schedule": layout.stages.schedule if layout.stages else None,
-        "reshard": layout.reshard_after_forward,
+        "reshard": layout.fsdp2.reshard_after_forward,
     }
 
 
-def _agrees(layout: Layout, options: PlanOptions) -> bool:
+def _agrees(layout: Plan, options: PlanOptions) -> bool:
     return all(
         getattr(options, name) in (None, value)
         for name, value in _values(layout).items()
@@ -85,7 +78,7 @@ def _agrees(layout: Layout, options: PlanOptions) -> bool:
 
 
 def _no_layout(
-    options: PlanOptions, layouts: list[Layout], costs: Costs
+    options: PlanOptions, layouts: list[Plan], costs: Costs
 ) -> list[Violation] | str:
     """Say of every option that no layout has, which values some layout has."""
     where = f"{costs.cluster.world} x {costs.cluster.device.name}"

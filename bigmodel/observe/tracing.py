@@ -34,6 +34,7 @@ from bigmodel.observe.repetition import find_rows, without_repetition
 from bigmodel.observe.sample import describe_sample
 from bigmodel.observe.storages import StepRecord, StorageFollower
 from bigmodel.observe.target import Target, TargetOperators
+from bigmodel.plans import NUMBER_FORMATS
 
 _NOT_THE_USERS = tuple(
     f"{folder}{os.sep}"
@@ -86,10 +87,8 @@ def trace_module(
         TracingError: The model cannot be run on fake tensors; says where and why.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    dtype = torch.bfloat16 if reading.precision == "bf16" else None
-    if reading.precision in ("fp32", "autocast"):
-        dtype = torch.float32
-    model = fake_module(source, mode, dtype)
+    form = NUMBER_FORMATS[reading.precision]
+    model = fake_module(source, mode, getattr(torch, form.weights))
     model.train()
     subject = _subject(model, mode)
     try:
@@ -153,8 +152,9 @@ def _record(
             stack.enter_context(subject.mode)
             stack.enter_context(_target_operators(reading))
             stack.enter_context(follower)
+            form = NUMBER_FORMATS[reading.precision]
             with torch.autocast(
-                "cpu", torch.bfloat16, enabled=reading.precision == "autocast"
+                "cpu", getattr(torch, form.compute), enabled=form.autocast
             ):
                 loss = reading.loss_of(model, local)
             follower.enter((layout.count - 1, "backward"))
@@ -193,7 +193,7 @@ def _recomputing(blocks: Sequence[nn.Module], reading: Reading):
 def _target_operators(reading: Reading) -> contextlib.AbstractContextManager[Any]:
     if reading.target == "cpu":
         return contextlib.nullcontext()
-    return TargetOperators(autocast=reading.precision == "autocast")
+    return TargetOperators(autocast=NUMBER_FORMATS[reading.precision].autocast)
 
 
 def _with_target_operators(forward: Callable[..., Any], reading: Reading):

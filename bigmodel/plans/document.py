@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from bigmodel.errors import PlanFileError, Violation
 from bigmodel.plans.training_plan import Plan
 
-FORMAT = 1
+FORMAT = 2
 """Version of the plan file; files of another version are refused."""
 
 _ADAPTER = TypeAdapter(Plan)
@@ -103,17 +103,23 @@ def from_dict(data: object, source: str = "plan") -> Plan:
     return plan
 
 
-def _unknown_fields(data: object, source: str) -> list[Violation]:
+def _unknown_fields(data: object, source: str, kind: type = Plan) -> list[Violation]:
     if not isinstance(data, dict):
         return []
-    known = Plan.__dataclass_fields__
-    return [
-        Violation(
-            field=f"{source}.{name}",
-            got=data[name],
-            rule="a plan has no such field",
-            cure=f"known fields: {', '.join(known)}",
-        )
-        for name in data
-        if name not in known
-    ]
+    known = {entry.name: entry for entry in fields(kind)}
+    found = []
+    for name, value in data.items():
+        if name not in known:
+            found.append(
+                Violation(
+                    field=f"{source}.{name}",
+                    got=value,
+                    rule="a plan has no such field",
+                    cure=f"known fields: {', '.join(known)}",
+                )
+            )
+            continue
+        default = known[name].default_factory
+        if is_dataclass(default) and isinstance(default, type):
+            found += _unknown_fields(value, f"{source}.{name}", default)
+    return found

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, get_args
 
 from bigmodel.errors import InvalidPlanError, Violation, raise_if_any
 from bigmodel.plans.mesh import Mesh
+from bigmodel.plans.number_formats import NUMBER_FORMATS, NumberFormat
+from bigmodel.plans.options import (
+    DdpOptions,
+    DeepSpeedOptions,
+    FairscaleOptions,
+    Fsdp2Options,
+    HorovodOptions,
+    Offload,
+)
+from bigmodel.plans.options.checks import one_of
 
-Precision = Literal["fp32", "bf16", "autocast"]
-"""`fp32`; `bf16`: forward and backward in bfloat16 with master weights and optimizer
-states in fp32; `autocast`: weights and gradients in fp32, operators in bfloat16 where
-torch's autocast says so."""
+Precision = Literal["fp32", "bf16", "fp16", "autocast", "autocast-fp16"]
+"""`fp32`; `bf16`, `fp16`: forward and backward in that type with master weights and
+optimizer states in fp32; `autocast`, `autocast-fp16`: weights and gradients in fp32,
+operators in bfloat16 or float16 where torch's autocast says so. Both kinds of fp16
+scale the loss."""
 
 RecomputePolicy = Literal["none", "full"]
 """What a unit keeps for its backward: `none` recomputes nothing, `full` keeps only the
@@ -35,18 +46,6 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Buckets:
-    """Sizes of communication buffers, in the units of the library that owns them."""
-
-    ddp_megabytes: float = 25.0
-    """DDP `bucket_cap_mb` (MiB); torch's default is 25."""
-    ddp_gradient_views: bool = True
-    """DDP `gradient_as_bucket_view`: gradients live in the buckets."""
-    deepspeed_elements: int = 500_000_000
-    """DeepSpeed `reduce_bucket_size` and `allgather_bucket_size`, in elements."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One way of training one model on one number of ranks.
 
@@ -58,7 +57,7 @@ class Plan:
     """
 
     backend: str
-    """Who trains: `ddp`, `fsdp2`, `deepspeed`, `pipeline`."""
+    """Who trains: the name of a folder in `bigmodel/backends`."""
     mesh: Mesh = field(default_factory=Mesh)
     micro_batch: int = 1
     """Samples that one data-parallel rank reads in one forward."""
@@ -72,15 +71,26 @@ class Plan:
     recompute: tuple[RecomputePolicy, ...] = ()
     """Policy of every unit in `units`; empty: `none` for all."""
     zero_stage: int = 0
-    """DeepSpeed ZeRO stage (1, 2, 3); 0 with other backends."""
-    reshard_after_forward: bool = True
-    """FSDP2: free gathered weights after forward (ZeRO-3) or keep them (ZeRO-2)."""
+    """ZeRO stage of `deepspeed` (1, 2, 3), of `fairscale` (1, 2), of `ddp` (1: torch's
+    ZeroRedundancyOptimizer); 0: no ZeRO."""
     stages: Stages | None = None
     """Pipeline cuts and schedule; None without a pipeline."""
-    buckets: Buckets = field(default_factory=Buckets)
+    compile: bool = False
+    """Compile every unit with `torch.compile`."""
+    offload: Offload = field(default_factory=Offload)
+    ddp: DdpOptions = field(default_factory=DdpOptions)
+    fsdp2: Fsdp2Options = field(default_factory=Fsdp2Options)
+    deepspeed: DeepSpeedOptions = field(default_factory=DeepSpeedOptions)
+    fairscale: FairscaleOptions = field(default_factory=FairscaleOptions)
+    horovod: HorovodOptions = field(default_factory=HorovodOptions)
 
     def __post_init__(self) -> None:
         raise_if_any(list(_violations(self)), InvalidPlanError)
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """Element types under the plan's precision."""
+        return NUMBER_FORMATS[self.precision]
 
     @property
     def world(self) -> int:
@@ -119,7 +129,7 @@ class Plan:
         if self.zero_stage:
             words.append(f"ZeRO-{self.zero_stage}")
         if self.mesh.shard > 1 and not self.zero_stage:
-            words.append("reshard" if self.reshard_after_forward else "no reshard")
+            words.append(_reshard(self.fsdp2.reshard_after_forward))
         if self.stages:
             words.append(self.stages.schedule)
         words.append(f"[{self.mesh}]")
@@ -129,7 +139,20 @@ class Plan:
             share = "all" if full == len(self.recompute) else f"{full} units"
             words.append(f"recompute {share}")
         words.append(self.precision)
+        words += [
+            f"{kind} on {tier}"
+            for kind in ("parameters", "optimizer", "activations")
+            if (tier := getattr(self.offload, kind)) != "device"
+        ]
+        if self.compile:
+            words.append("compiled")
         return " ".join(words)
+
+
+def _reshard(policy: bool | int) -> str:
+    if isinstance(policy, bool):
+        return "reshard" if policy else "no reshard"
+    return f"reshard to {policy}"
 
 
 def _violations(plan: Plan):
@@ -139,12 +162,7 @@ def _violations(plan: Plan):
             yield Violation(
                 field=name, got=size, rule="it must be a whole number of at least 1"
             )
-    if plan.precision not in PRECISIONS:
-        yield Violation(
-            field="precision",
-            got=plan.precision,
-            rule=f"it must be one of {', '.join(PRECISIONS)}",
-        )
+    yield from one_of("precision", plan.precision, Precision)
     if plan.zero_stage not in (0, 1, 2, 3):
         yield Violation(
             field="zero_stage", got=plan.zero_stage, rule="it must be 0, 1, 2 or 3"
@@ -163,17 +181,16 @@ def _violations(plan: Plan):
             rule=f"it needs one policy for each of the {len(plan.units)} units",
             cure="leave it empty to recompute nothing",
         )
-    yield from _bucket_violations(plan.buckets)
+    for block in (
+        plan.offload,
+        plan.ddp,
+        plan.fsdp2,
+        plan.deepspeed,
+        plan.fairscale,
+        plan.horovod,
+    ):
+        yield from block.violations()
     yield from _stage_violations(plan)
-
-
-def _bucket_violations(buckets: Buckets):
-    for entry in fields(buckets):
-        size = getattr(buckets, entry.name)
-        if not isinstance(size, bool) and size <= 0:
-            yield Violation(
-                field=f"buckets.{entry.name}", got=size, rule="it must be positive"
-            )
 
 
 def _stage_violations(plan: Plan):

@@ -48,8 +48,8 @@ def render_page(decision: Decision, measured: Sequence[Comparison] = ()) -> str:
     environment.filters["in_bytes"] = format_bytes
     environment.filters["in_seconds"] = format_seconds
     best = decision.best
-    stage = min(best.fullest.stage, max(len(best.timelines) - 1, 0))
-    timeline = best.timelines[stage] if best.timelines else None
+    index = best.ranks.index(best.fullest)
+    timeline = best.timelines[index] if best.timelines else None
     return environment.get_template("page.html").render(
         decision=decision,
         best=best,

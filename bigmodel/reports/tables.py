@@ -12,7 +12,7 @@ from rich.text import Text
 from bigmodel.search.decision import Decision
 from bigmodel.search.prediction import Estimate, RankMemory
 from bigmodel.search.rejections import Rejected, group_rejected
-from bigmodel.units import format_bytes, format_seconds
+from bigmodel.units import format_bytes, format_ranges, format_seconds
 
 
 def decision_report(decision: Decision) -> RenderableType:
@@ -104,9 +104,7 @@ def _verdict(estimate: Estimate) -> str:
 def _whose(estimate: Estimate, rank: RankMemory) -> str:
     if len(estimate.ranks) == 1:
         return "rank: all are equal"
-    ranks = list(estimate.plan.mesh.stage_ranks(rank.stage))
-    which = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
-    return f"stage {rank.stage} (ranks {which})"
+    return f"stage {rank.stage} (ranks {format_ranges(rank.ranks)})"
 
 
 def _terms_table(rank: RankMemory) -> Table:
@@ -127,11 +125,14 @@ def _terms_table(rank: RankMemory) -> Table:
 def _stages(estimate: Estimate) -> list[RenderableType]:
     if len(estimate.ranks) == 1:
         return []
-    table = _table("stage", "allocated", "reserved", "device total", "peak during")
+    table = _table(
+        "stage", "ranks", "allocated", "reserved", "device total", "peak during"
+    )
     for rank in estimate.ranks:
         _row(
             table,
             str(rank.stage),
+            format_ranges(rank.ranks),
             format_bytes(rank.allocated),
             format_bytes(rank.reserved),
             format_bytes(rank.device_total),

@@ -15,17 +15,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigmodel.backends.batch import num_samples, split, to_device
-from bigmodel.backends.engine import AbstractEngine, Batch, Job, LossFunction
+from bigmodel.backends.engine import (
+    AbstractEngine,
+    Batch,
+    Job,
+    LossFunction,
+    LossShare,
+)
 from bigmodel.backends.engines import build_engine
 from bigmodel.errors import OutOfMemoryError, UsageError, Violation
 from bigmodel.plans import Plan, document
 from bigmodel.running.environment import choose_device, read_process
 from bigmodel.running.lookout import Lookout
+from bigmodel.running.loss_shares import CountTargets, LossShares, target_counter
 from bigmodel.running.model_argument import as_model, copy_from_first_rank
 from bigmodel.running.optimizer_argument import as_factory
+from bigmodel.running.own_loop import OwnLoop
 from bigmodel.running.plan_argument import as_plan
 from bigmodel.running.rendezvous import Membership, join
 from bigmodel.running.samples import RankBatches, batches
+
+SchedulerFactory = Callable[
+    [torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler
+]
+"""From an optimizer to a scheduler over it."""
 
 _PLAN_FILE = "plan.json"
 _PROGRESS_FILE = "progress.json"
@@ -42,6 +55,8 @@ class StepResult:
     """Global norm of the gradients before clipping; None without clipping."""
     samples: int
     """Samples of the global batch."""
+    skipped: bool = False
+    """Whether a gradient overflowed in float16, so that no rank stepped."""
 
 
 def prepare(
@@ -51,6 +66,8 @@ def prepare(
     loss: LossFunction | None = None,
     *,
     clip_norm: float | None = None,
+    scheduler: SchedulerFactory | None = None,
+    targets: CountTargets | None = None,
     seed: int = 0,
     timeout: float = 600.0,
 ) -> Engine:
@@ -68,7 +85,13 @@ def prepare(
             the model's output holds it, as those of transformers do when the batch has
             labels. In a tuple batch the last element is the target and is not given to
             the model.
-        clip_norm: Largest global norm of the gradients; None: no clipping.
+        clip_norm: Largest global norm of the gradients; None: no clipping, and no norm.
+        scheduler: From the optimizer to a scheduler of torch, which steps once for
+            every optimizer step, whatever the accumulation and the number of ranks.
+        targets: From a micro-batch to the number of values that its mean loss is a mean
+            over, such as its tokens; micro-batches then weigh by their counts. None:
+            they weigh the same, but for models of transformers that compute their own
+            loss, whose labels are counted.
         seed: For a model function and for what is random in training.
         timeout: Seconds after which a silent rank is an error.
 
@@ -101,10 +124,11 @@ def prepare(
             if member.world > 1:
                 copy_from_first_rank(module, device)
             engine = build_engine(job)
+        shares = LossShares(decided, device, target_counter(module, loss, targets))
     except BaseException:
         _leave(member)
         raise
-    return Engine(decided, engine, device, member, lookout)
+    return Engine(decided, engine, device, member, lookout, shares, scheduler)
 
 
 @final
@@ -121,6 +145,8 @@ class Engine:
         device: torch.device,
         member: Membership,
         lookout: Lookout,
+        shares: LossShares,
+        scheduler: SchedulerFactory | None,
     ) -> None:
         self.plan = plan
         """The plan that is obeyed."""
@@ -131,6 +157,11 @@ class Engine:
         self._engine = engine
         self._member = member
         self._lookout = lookout
+        self._shares = shares
+        self._loop = OwnLoop(plan, engine, device)
+        self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        if scheduler is not None and engine.optimizer is not None:
+            self._scheduler = scheduler(engine.optimizer)
 
     @property
     def rank(self) -> int:
@@ -142,11 +173,13 @@ class Engine:
         """Whether this is rank 0, which prints and writes for all."""
         return self._member.rank == 0
 
-    def step(self, batch: Batch) -> StepResult:
+    def step(self, batch: Batch | None = None) -> StepResult:
         """Train on one local batch: all its micro-batches and one optimizer step.
 
         Args:
             batch: The samples of this data-parallel rank: `plan.local_batch` of them.
+                None: only the optimizer's step, after `forward` and `backward` of all
+                micro-batches.
 
         Raises:
             UsageError: The batch has another size.
@@ -155,22 +188,58 @@ class Engine:
         """
         where = f"step {self.steps + 1}"
         with self._lookout.watch(where), _memory_errors(self.plan):
-            self._check_size(batch)
-            micro = split(to_device(batch, self.device), self.plan.accumulation)
-            loss = self._engine.forward_backward(micro)
-            norm = self._engine.update()
-            loss = self._mean(loss)
+            if batch is None:
+                loss = self._loop.close_window()
+            else:
+                self._check_size(batch)
+                micro = split(to_device(batch, self.device), self.plan.accumulation)
+                loss = self._engine.forward_backward(micro, self._shares.of(micro))
+            update = self._engine.update()
+            loss = self._shares.average(loss)
+        if self._scheduler is not None and not update.skipped:
+            self._scheduler.step()
         self.steps += 1
-        return StepResult(loss=loss, grad_norm=norm, samples=self.plan.global_batch)
+        return StepResult(
+            loss=loss,
+            grad_norm=update.grad_norm,
+            samples=self.plan.global_batch,
+            skipped=update.skipped,
+        )
+
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        """Return the model's output for one micro-batch, in a loop of your own.
+
+            for micro_batch in micro_batches:      # plan.accumulation of them
+                output = engine.forward(**micro_batch)
+                engine.backward(output.loss)
+            engine.step()
+
+        Raises:
+            UsageError: The plan has pipeline stages, or the window is full.
+        """
+        with self._lookout.watch("forward"), _memory_errors(self.plan):
+            positional, named = to_device((positional, named), self.device)
+            return self._loop.forward(*positional, **named)
+
+    def backward(self, loss: Tensor, share: LossShare | None = None) -> None:
+        """Add the gradients of one micro-batch.
+
+        Args:
+            loss: Its mean loss.
+            share: What it weighs; None: 1 / accumulation.
+        """
+        with self._lookout.watch("backward"), _memory_errors(self.plan):
+            self._loop.backward(loss, share)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the mean loss over the local batches of all ranks, without training.
 
-        The batches must have equal sizes on all ranks for this to be the mean over
-        samples.
+        Where targets are not counted, the batches must have equal sizes on all ranks
+        for this to be the mean over samples.
         """
         with self._lookout.watch("evaluate"), _memory_errors(self.plan):
-            return self._mean(self._engine.evaluate(to_device(batch, self.device)))
+            batch = to_device(batch, self.device)
+            return self._shares.mean(self._engine.evaluate(batch), batch)
 
     def batches(
         self,
@@ -269,7 +338,8 @@ class Engine:
         """
         # Before the group: when the last reference to a group of gloo is that of a DDP
         # reducer, its destructor joins a thread that waits for Python's lock, for ever.
-        self.__dict__.pop("_engine", None)
+        for name in ("_engine", "_loop", "_scheduler"):
+            self.__dict__.pop(name, None)
         gc.collect()
         _leave(self._member)
 
@@ -292,14 +362,6 @@ class Engine:
                     cure="take the batches from engine.batches(dataset)",
                 )
             )
-
-    def _mean(self, loss: Tensor) -> Tensor:
-        if self._member.world == 1:
-            return loss
-        # Over all ranks: those of one pipeline report the same, equally often.
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return total / self._member.world
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class Bounds:
     def memory(self, plan: Plan) -> int:
         """Return the bytes of weights and optimizer states on the average rank."""
         model = self._costs.model
-        width = 2 if plan.precision == "bf16" else 4
+        width = plan.number_format.weight_bytes
         states = OPTIMIZERS.get(plan.optimizer).states * 4 * model.trainable_elements
         masters = 4 * model.trainable_elements if width == 2 else 0
         weights = width * model.elements

@@ -15,8 +15,8 @@ from bigmodel.plans import Plan
 from bigmodel.search.capacity import HIGH, LOW, outside_terms, reserved_terms
 from bigmodel.search.prediction import Estimate, RankMemory, Term
 from bigmodel.search.reasons import because
-from bigmodel.search.rules import COMPUTE_DTYPE, violations
-from bigmodel.simulator import Costs, Timeline, simulate
+from bigmodel.search.rules import violations
+from bigmodel.simulator import Costs, Program, Timeline, simulate
 
 
 def predict(plan: Plan, costs: Costs, *, spans: bool = True) -> Estimate:
@@ -31,17 +31,19 @@ def predict(plan: Plan, costs: Costs, *, spans: bool = True) -> Estimate:
         UsageError: The plan breaks rules; lists all of them.
     """
     raise_if_any(list(violations(plan, costs.model, costs.cluster)), UsageError)
-    timelines, seconds = _simulate(plan, costs, spans)
+    programs, timelines, seconds = _simulate(plan, costs, spans)
     ranks = tuple(
-        _memory(plan, costs, stage, timeline)
-        for stage, timeline in enumerate(timelines)
+        _memory(plan, costs, program.ranks or plan.mesh.stage_ranks(index), timeline)
+        for index, (program, timeline) in enumerate(
+            zip(programs, timelines, strict=True)
+        )
     )
     total = max(rank.device_total for rank in ranks)
     model, cluster = costs.model, costs.cluster
     samples = plan.global_batch / seconds
     slowest = max(timelines, key=lambda timeline: timeline.busy["compute"])
     compute = slowest.busy["compute"] / slowest.seconds * seconds
-    peak = cluster.device.peaks[COMPUTE_DTYPE[plan.precision]]
+    peak = cluster.device.peaks[plan.number_format.compute]
     return Estimate(
         plan=plan,
         ranks=ranks,
@@ -59,8 +61,8 @@ def predict(plan: Plan, costs: Costs, *, spans: bool = True) -> Estimate:
 
 def _simulate(
     plan: Plan, costs: Costs, spans: bool
-) -> tuple[tuple[Timeline, ...], float]:
-    """Return timelines and the seconds of a whole step.
+) -> tuple[tuple[Program, ...], tuple[Timeline, ...], float]:
+    """Return programs, their timelines, and the seconds of a whole step.
 
     See [Note: Few micro-batches stand for many].
     """
@@ -68,7 +70,8 @@ def _simulate(
     stages = plan.mesh.pipeline
     repeat = stages if stages > 1 else 1
     written = min(plan.accumulation, 4 * stages if stages > 1 else 3)
-    timelines = simulate(backend.programs(plan, costs, written), spans=spans)
+    programs = backend.programs(plan, costs, written)
+    timelines = simulate(programs, spans=spans)
     seconds = max(timeline.seconds for timeline in timelines)
     rest = plan.accumulation - written
     if rest:
@@ -76,10 +79,12 @@ def _simulate(
         shorter = simulate(fewer, spans=False)
         before = max(timeline.seconds for timeline in shorter)
         seconds += rest * (seconds - before) / repeat
-    return timelines, seconds
+    return programs, timelines, seconds
 
 
-def _memory(plan: Plan, costs: Costs, stage: int, timeline: Timeline) -> RankMemory:
+def _memory(
+    plan: Plan, costs: Costs, ranks: tuple[int, ...], timeline: Timeline
+) -> RankMemory:
     peak = timeline.peak
     base = sum(count for _, count in timeline.base)
     tensors = tuple(
@@ -91,7 +96,8 @@ def _memory(plan: Plan, costs: Costs, stage: int, timeline: Timeline) -> RankMem
     reserved = peak.num_bytes + sum(term.num_bytes for term in cached)
     terms = sorted((*tensors, *cached, *outside), key=lambda t: -t.num_bytes)
     return RankMemory(
-        stage=stage,
+        stage=plan.mesh.stage(ranks[0]),
+        ranks=ranks,
         allocated=peak.num_bytes,
         reserved=reserved,
         device_total=reserved + sum(term.num_bytes for term in outside),

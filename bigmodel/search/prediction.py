@@ -25,13 +25,10 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Memory of the fullest rank of one pipeline stage; without stages, of all ranks.
-
-    Ranks of a stage differ only under DeepSpeed's stages 1 and 2, which cut the row of
-    all parameters into equal parts wherever the cuts fall.
-    """
+    """Memory of ranks that do the same: all of a pipeline stage, or some of them."""
 
     stage: int
+    ranks: tuple[int, ...]
     allocated: int
     """Peak of the bytes that tensors hold: `torch.cuda.max_memory_allocated`."""
     reserved: int
@@ -47,6 +44,7 @@ class RankMemory:
         """Return plain data for JSON."""
         return {
             "stage": self.stage,
+            "ranks": list(self.ranks),
             "peak_allocated_bytes": self.allocated,
             "peak_reserved_bytes": self.reserved,
             "device_total_bytes": self.device_total,
@@ -64,7 +62,7 @@ class Estimate:
 
     plan: Plan
     ranks: tuple[RankMemory, ...]
-    """One entry for every pipeline stage."""
+    """One entry for every pipeline stage, or several where its ranks differ."""
     capacity: int
     """Bytes that one device has."""
     low: int
@@ -83,7 +81,7 @@ class Estimate:
     """Model FLOP utilisation against the dense peak (PaLM, arXiv 2204.02311): without
     recomputation."""
     timelines: tuple[Timeline, ...] = ()
-    """Of the simulated micro-batches, one for every stage."""
+    """Of the simulated micro-batches, one for every entry of `ranks`."""
 
     @property
     def fullest(self) -> RankMemory:

@@ -12,7 +12,7 @@ def because(holder: str, plan: Plan, model: ModelSpec) -> str:
     stages = f" / {plan.mesh.pipeline} stages" if plan.mesh.pipeline > 1 else ""
     weights = format_count(model.elements) + stages
     trained = format_count(model.trainable_elements) + stages
-    width = 2 if plan.precision == "bf16" else 4
+    width = plan.number_format.weight_bytes
     sharded = plan.mesh.shard > 1
     shards = f" / {plan.mesh.shard} shards" if sharded else ""
     whole = plan.zero_stage in (1, 2)

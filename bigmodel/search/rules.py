@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bigmodel.backends.backend import refusals
 from bigmodel.backends.catalog import BACKENDS
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
 from bigmodel.models import OPTIMIZERS, ModelSpec
-from bigmodel.plans import Plan
-
-COMPUTE_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "autocast": "bfloat16"}
-"""Element type of the matrix products under each precision."""
+from bigmodel.plans import NUMBER_FORMATS, Plan
 
 
 def violations(plan: Plan, model: ModelSpec, cluster: Cluster) -> Iterator[Violation]:
@@ -53,12 +51,12 @@ def violations(plan: Plan, model: ModelSpec, cluster: Cluster) -> Iterator[Viola
             rule=f"known backends: {', '.join(BACKENDS.names())}",
         )
         return
-    yield from BACKENDS.get(plan.backend).violations(plan, model, cluster)
+    yield from refusals(BACKENDS.get(plan.backend), plan, model, cluster)
 
 
 def dtype_violations(precision: str, cluster: Cluster) -> Iterator[Violation]:
     """Yield the element type that the device lacks."""
-    dtype = COMPUTE_DTYPE[precision]
+    dtype = NUMBER_FORMATS[precision].compute
     if dtype not in cluster.device.peaks:
         yield Violation(
             field="precision",

@@ -19,7 +19,7 @@ def explain_shortfall(missed: Sequence[Estimate], costs: Costs) -> str:
     """Return what the user of a cluster that is too small should read."""
     closest = min(missed, key=lambda estimate: estimate.high)
     rank = closest.fullest
-    ranks = closest.plan.mesh.stage_ranks(rank.stage)
+    ranks = rank.ranks
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
     lines = [
         f"nothing fits {costs.model.name} on {costs.cluster.describe()}",

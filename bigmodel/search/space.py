@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigmodel.backends.catalog import BACKENDS
-from bigmodel.plans import Buckets, Plan, Precision, RecomputePolicy, micro_batches
+from bigmodel.plans import Plan, Precision, RecomputePolicy, micro_batches
 from bigmodel.simulator import Costs
-
-DEEPSPEED_DEFAULT = 500_000_000
-"""Elements of DeepSpeed's buckets by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +22,6 @@ class Request:
 
 def enumerate_plans(costs: Costs, request: Request) -> Iterator[Plan]:
     """Yield every plan: backend x layout x micro-batch x recomputation."""
-    model = costs.model
-    elements = max(model.trainable_elements, 1)
-    # A bucket larger than the model only takes memory.
-    buckets = Buckets(deepspeed_elements=min(DEEPSPEED_DEFAULT, elements))
     for name in request.backends:
         for layout in BACKENDS.get(name).layouts(costs):
             ranks = layout.mesh.data_parallel
@@ -36,20 +29,14 @@ def enumerate_plans(costs: Costs, request: Request) -> Iterator[Plan]:
                 continue
             local = request.global_batch // ranks
             for micro_batch in micro_batches(local):
-                for recompute in _policies(len(model.units)):
-                    yield Plan(
-                        backend=name,
-                        mesh=layout.mesh,
+                for recompute in _policies(len(layout.units)):
+                    yield replace(
+                        layout,
                         micro_batch=micro_batch,
                         accumulation=local // micro_batch,
                         precision=request.precision,
                         optimizer=request.optimizer,
-                        units=model.units,
                         recompute=recompute,
-                        zero_stage=layout.zero_stage,
-                        reshard_after_forward=layout.reshard_after_forward,
-                        stages=layout.stages,
-                        buckets=buckets,
                     )
 
 

@@ -44,6 +44,8 @@ class Program:
     tasks: tuple[Task, ...]
     base: Holdings = field(default=())
     """What is live before the step and after it."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that run it; empty: all of the pipeline stage with the program's index."""
 
 
 def merge(*holdings: Holdings) -> Holdings:
@@ -65,9 +67,10 @@ def total(holdings: Holdings) -> int:
 
 
 class ProgramBuilder:
-    """Writes a program task by task."""
+    """Writes a program task by task, for all ranks of a stage or for those named."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
+        self._ranks = ranks
         self._tasks: list[Task] = []
         self._base: list[tuple[str, int]] = []
 
@@ -91,4 +94,6 @@ class ProgramBuilder:
 
     def build(self) -> Program:
         """Return the program."""
-        return Program(tasks=tuple(self._tasks), base=merge(tuple(self._base)))
+        return Program(
+            tasks=tuple(self._tasks), base=merge(tuple(self._base)), ranks=self._ranks
+        )

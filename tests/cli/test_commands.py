@@ -123,7 +123,7 @@ def test_nothing_fits_is_3_and_says_what_would_help(config, tmp_path):
         ),
         (
             ("plan", "gpt2", "--global-batch", "8", "--precision", "fp9"),
-            ("known: fp32, bf16, autocast",),
+            ("known: fp32, bf16, fp16, autocast, autocast-fp16",),
         ),
         (
             ("plan", "gpt2", "--global-batch", "8", "--out", "no/such/folder/p.json"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bigmodel.plans import Buckets, Mesh, Plan
+from bigmodel.plans import DeepSpeedOptions, Mesh, Plan
 from bigmodel.plans.document import save
 from bigmodel.running.launcher import run_script
 
@@ -25,7 +25,7 @@ ZERO = Plan(
     # The same micro-batches: dropout draws its numbers for each of them.
     micro_batch=2,
     accumulation=2,
-    buckets=Buckets(deepspeed_elements=100_000),
+    deepspeed=DeepSpeedOptions(bucket_elements=100_000),
 )
 
 

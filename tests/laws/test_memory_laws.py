@@ -7,14 +7,22 @@ from dataclasses import replace
 import pytest
 
 from bigmodel.backends.catalog import BACKENDS
-from bigmodel.plans import Buckets, Mesh, Plan, Stages
+from bigmodel.plans import (
+    DdpOptions,
+    DeepSpeedOptions,
+    Fsdp2Options,
+    Mesh,
+    Plan,
+    Stages,
+)
 from bigmodel.search import predict
 from bigmodel.simulator import Costs, simulate
 from bigmodel.simulator.program import total
 
 MODELS = ("gpt", "mlp")
 PRECISIONS = ("fp32", "bf16")
-BUCKETS = Buckets(deepspeed_elements=20_000, ddp_megabytes=0.1)
+DDP = DdpOptions(bucket_megabytes=0.1)
+DEEPSPEED = DeepSpeedOptions(bucket_elements=20_000)
 
 
 def plans_of(spec, world: int, accumulation: int = 2) -> dict[str, Plan]:
@@ -26,19 +34,20 @@ def plans_of(spec, world: int, accumulation: int = 2) -> dict[str, Plan]:
         accumulation=accumulation,
         precision=spec.precision,
         units=spec.units,
-        buckets=BUCKETS,
     )
     sharded = replace(base, backend="fsdp2", mesh=Mesh(shard=world))
     cuts = tuple(len(spec.units) * index // world for index in range(1, world))
     found = {
-        "ddp": base,
-        "ddp, no views": replace(
-            base, buckets=replace(BUCKETS, ddp_gradient_views=False)
-        ),
+        "ddp": replace(base, ddp=DDP),
+        "ddp, no views": replace(base, ddp=replace(DDP, gradient_views=False)),
         "fsdp2": sharded,
-        "fsdp2, keep": replace(sharded, reshard_after_forward=False),
+        "fsdp2, keep": replace(
+            sharded, fsdp2=Fsdp2Options(reshard_after_forward=False)
+        ),
         **{
-            f"zero {stage}": replace(sharded, backend="deepspeed", zero_stage=stage)
+            f"zero {stage}": replace(
+                sharded, backend="deepspeed", zero_stage=stage, deepspeed=DEEPSPEED
+            )
             for stage in (1, 2, 3)
         },
         "gpipe": replace(

@@ -25,6 +25,10 @@ from tests.pipeline.families import (
 )
 
 
+def equal(parts):
+    return [1 / len(parts)] * len(parts)
+
+
 def adamw(params) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, eps=1e-6)
 
@@ -81,8 +85,8 @@ def family(name: str) -> None:
         norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
-        close(engine.forward_backward(parts), expected)
-        close(engine.update(), norm)
+        close(engine.forward_backward(parts, equal(parts)), expected)
+        close(engine.update().grad_norm, norm)
     parts = split(make_batch(name, 6, 9), 3)
     with torch.no_grad():
         alone.eval()
@@ -105,7 +109,7 @@ def frozen_first_stage() -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     engine = build(job_for(model, ("0", "1", "2", "3", "4")))
     for step in range(3):
-        engine.forward_backward(split(points(8, step), 4))
+        engine.forward_backward(split(points(8, step), 4), equal(range(4)))
         engine.update()
     state = engine.model_state()
     if torch.distributed.get_rank() == 0:
@@ -120,7 +124,7 @@ def statistics_of_batches() -> None:
     parts = split(points(8, 0), 4)
     for part in parts:
         alone(part[0])
-    engine.forward_backward(parts)
+    engine.forward_backward(parts, equal(parts))
     state = engine.model_state()
     if torch.distributed.get_rank() == 0:
         close(state["1.running_mean"], alone[1].running_mean)
@@ -135,16 +139,19 @@ def another_length() -> None:
     alone = make_family("llama")
     for parts in (split(batch, 4), split(shorter, 4), split(batch, 4)):
         expected = sum(alone(**part).loss.item() for part in parts) / 4
-        close(engine.forward_backward(parts), expected)
+        close(engine.forward_backward(parts, equal(parts)), expected)
     mixed = [*split(batch, 4)[:3], split(shorter, 4)[0]]
-    refused("of one shape", lambda: engine.forward_backward(mixed))
+    refused("of one shape", lambda: engine.forward_backward(mixed, equal(mixed)))
 
 
 def changed_hidden_states() -> None:
     """A model that cannot be cut is found out in the first run, on every rank."""
     engine = build(job_for(make(REFUSED), REFUSED.units))
     batch = make_batch("granite", 8, 0)
-    refused("before its blocks", lambda: engine.forward_backward(split(batch, 4)))
+    refused(
+        "before its blocks",
+        lambda: engine.forward_backward(split(batch, 4), equal(range(4))),
+    )
 
 
 CHECKS: dict[str, Callable[[], None]] = {

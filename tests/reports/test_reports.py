@@ -64,6 +64,7 @@ def estimate(plan: Plan, total: int = 60, seconds: float = 1.5) -> Estimate:
     ranks = tuple(
         RankMemory(
             stage=stage,
+            ranks=plan.mesh.stage_ranks(stage),
             allocated=(total - 3) * GIB - stage,
             reserved=(total - 1) * GIB - stage,
             device_total=total * GIB - stage,
@@ -157,7 +158,7 @@ def test_tables_say_everything(decision):
         assert words in text
     # Every stage of a pipeline has a line.
     stages = decision.best.plan.mesh.pipeline
-    assert bool(re.search(r"stage +allocated +reserved", text)) == (stages > 1)
+    assert bool(re.search(r"stage +ranks +allocated +reserved", text)) == (stages > 1)
 
 
 def test_a_plan_that_does_not_fit_says_by_how_much():

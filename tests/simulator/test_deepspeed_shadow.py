@@ -26,7 +26,7 @@ from bigmodel.models import (
     Unit,
 )
 from bigmodel.models.size import Size
-from bigmodel.plans import Buckets, Mesh, Plan
+from bigmodel.plans import DeepSpeedOptions, Mesh, Plan
 from bigmodel.simulator import Costs, Program, Task, simulate
 from bigmodel.simulator.program import total
 from bigmodel.simulator.segments import HOLDER
@@ -107,7 +107,7 @@ def plan(stage: int, *, ranks: int = RANKS, elements: int = 2_000_000, **options
         mesh=Mesh(shard=ranks),
         zero_stage=stage,
         units=MODEL.units,
-        buckets=Buckets(deepspeed_elements=elements),
+        deepspeed=DeepSpeedOptions(bucket_elements=elements),
         **options,
     )
 
@@ -130,7 +130,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("chosen", PLANS, ids=lambda p: f"{p.describe()} {p.buckets}")
+@pytest.mark.parametrize("chosen", PLANS, ids=lambda p: f"{p.describe()} {p.deepspeed}")
 def test_step_ends_as_it_began(chosen):
     changes = sum(total(task.change) for task in program(chosen).tasks)
     assert changes == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import final
 
-from bigmodel.backends.backend import AbstractBackend, Layout
+from bigmodel.backends.backend import AbstractBackend
 from bigmodel.backends.ddp import shadow
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
@@ -19,6 +19,7 @@ class Ddp(AbstractBackend):
     """Whole copies of the model; gradients are averaged in buckets."""
 
     name = "ddp"
+    obeys = frozenset({"ddp"})
 
     def violations(
         self, plan: Plan, model: ModelSpec | None, cluster: Cluster | None
@@ -32,9 +33,13 @@ class Ddp(AbstractBackend):
                 cure=f"use Mesh(replicate={plan.mesh.world}), or another backend",
             )
 
-    def layouts(self, costs: Costs) -> Iterator[Layout]:
+    def layouts(self, costs: Costs) -> Iterator[Plan]:
         """Yield the one layout there is."""
-        yield Layout(mesh=Mesh(replicate=costs.cluster.world))
+        yield Plan(
+            backend=self.name,
+            mesh=Mesh(replicate=costs.cluster.world),
+            units=costs.model.units,
+        )
 
     def programs(
         self, plan: Plan, costs: Costs, micro_batches: int

@@ -21,7 +21,7 @@ def deepspeed_config(plan: Plan, clip_norm: float | None) -> dict[str, Any]:
         plan: A plan of backend `deepspeed`.
         clip_norm: Largest global norm of the gradients; None: no clipping.
     """
-    elements = plan.buckets.deepspeed_elements
+    elements = plan.deepspeed.bucket_elements
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import final
 
-from bigmodel.backends.backend import AbstractBackend, Layout
+from bigmodel.backends.backend import AbstractBackend
 from bigmodel.backends.deepspeed import shadow
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
 from bigmodel.models import ModelSpec
-from bigmodel.plans import Mesh, Plan
+from bigmodel.plans import DeepSpeedOptions, Mesh, Plan
 from bigmodel.simulator import Costs, Program
 
 
@@ -19,6 +19,8 @@ class DeepSpeed(AbstractBackend):
     """ZeRO 1 shards optimizer states, 2 gradients too, 3 weights too."""
 
     name = "deepspeed"
+    obeys = frozenset({"zero_stage", "deepspeed"})
+    precisions = ("fp32", "bf16", "autocast")
 
     def violations(
         self, plan: Plan, model: ModelSpec | None, cluster: Cluster | None
@@ -39,12 +41,21 @@ class DeepSpeed(AbstractBackend):
                 cure="use 1, 2 or 3, or backend 'ddp'",
             )
 
-    def layouts(self, costs: Costs) -> Iterator[Layout]:
+    def layouts(self, costs: Costs) -> Iterator[Plan]:
         """Yield the three stages."""
         if costs.cluster.world > 1:
-            mesh = Mesh(shard=costs.cluster.world)
+            elements = max(costs.model.trainable_elements, 1)
+            # A bucket larger than the model only takes memory.
+            default = DeepSpeedOptions().bucket_elements
+            options = DeepSpeedOptions(bucket_elements=min(default, elements))
             for stage in (1, 2, 3):
-                yield Layout(mesh=mesh, zero_stage=stage)
+                yield Plan(
+                    backend=self.name,
+                    mesh=Mesh(shard=costs.cluster.world),
+                    units=costs.model.units,
+                    zero_stage=stage,
+                    deepspeed=options,
+                )
 
     def programs(
         self, plan: Plan, costs: Costs, micro_batches: int

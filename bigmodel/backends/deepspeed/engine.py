@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -12,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigmodel.backends.deepspeed.config import deepspeed_config
-from bigmodel.backends.engine import AbstractEngine, Batch, Job
-from bigmodel.backends.evaluation import evaluating
-from bigmodel.backends.forward import compute_loss, model_inputs
+from bigmodel.backends.engine import AbstractEngine, Job, Update
 from bigmodel.backends.optimizers import build_optimizer, trainable
 from bigmodel.backends.precision import autocast, cast_inputs
 from bigmodel.backends.recompute import apply_recompute
+from bigmodel.backends.whole_model import AbstractWholeModelEngine
 from bigmodel.errors import MissingDependencyError
 from bigmodel.observe.blocks import get_blocks
 from bigmodel.plans import Plan
@@ -32,7 +30,7 @@ def build(job: Job) -> AbstractEngine:
 
 
 @final
-class DeepSpeedEngine(AbstractEngine):
+class DeepSpeedEngine(AbstractWholeModelEngine):
     """ZeRO 1: optimizer states are sharded; 2: gradients too; 3: weights too.
 
     With precision `bf16` the fp32 masters begin at the weights rounded to bfloat16,
@@ -41,19 +39,20 @@ class DeepSpeedEngine(AbstractEngine):
 
     def __init__(self, job: Job) -> None:
         deepspeed = _import_deepspeed(job.device)
-        self._plan = plan = job.plan
-        self._loss = job.loss
+        super().__init__(job)
+        plan = job.plan
         self._clip_norm = job.clip_norm
-        self._device = job.device
+        self._last = True
         self._model = model = job.model
         apply_recompute(get_blocks(model, plan.units), plan)
         _autocast_inside(model, plan, job.device)
         buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
         # Stage 3 shards the model itself; before that it must be on the device.
         model.to(job.device)
+        self._optimizer = build_optimizer(job.optimizer, trainable(model))
         self._engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=build_optimizer(job.optimizer, trainable(model)),
+            optimizer=self._optimizer,
             config=deepspeed_config(plan, job.clip_norm),
             dist_init_required=False,
         )
@@ -62,31 +61,43 @@ class DeepSpeedEngine(AbstractEngine):
             if buffer.dtype != buffers[name]:
                 buffer.data = buffer.data.to(buffers[name])
 
-    def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """Accumulate by DeepSpeed's own counting, which divides the loss as well."""
-        total = torch.zeros((), device=self._device)
-        last = len(micro_batches) - 1
-        for index, batch in enumerate(micro_batches):
-            loss = self._forward(batch)
-            self._engine.backward(loss)
-            if index < last:
-                # Only counts: the optimizer steps at the last micro-batch, in update.
-                self._engine.step()
-            total += loss.detach()
-        return total / len(micro_batches)
+    @property
+    def module(self) -> nn.Module:
+        """The user's model."""
+        return self._model
 
-    def update(self) -> Tensor | None:
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's optimizer, whose parameters DeepSpeed has replaced by its own."""
+        return self._optimizer
+
+    def begin(self, *, last: bool) -> None:
+        """Remember whether DeepSpeed is to reduce at the end of the window."""
+        self._last = last
+
+    def call(self, *positional: Any, **named: Any) -> Any:
+        """Call DeepSpeed's engine, outside of autocast, of which it would warn."""
+        positional, named = cast_inputs(self._plan, (positional, named))
+        with torch.autocast(self._device.type, enabled=False):
+            return self._engine(*positional, **named)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run DeepSpeed's backward; it counts micro-batches by calls of `step`."""
+        # The share of the loss is already that of its micro-batch.
+        self._engine.backward(loss, scale_wrt_gas=False)
+        if not self._last:
+            # Only counts: the optimizer steps at the last micro-batch, in update.
+            self._engine.step()
+
+    def update(self) -> Update:
         """Clip, step and drop the gradients, as configured."""
         self._engine.step()
         if self._clip_norm is None:
-            return None
+            return Update(grad_norm=None)
         norm = self._engine.get_global_grad_norm()
-        return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
-
-    def evaluate(self, batch: Batch) -> Tensor:
-        """Return the loss of this rank's batch; stage 3 gathers weights meanwhile."""
-        with evaluating(self._model):
-            return self._forward(batch).detach()
+        return Update(
+            grad_norm=torch.as_tensor(norm, dtype=torch.float32, device=self._device)
+        )
 
     def model_state(self) -> dict[str, Tensor]:
         """Gather the weights, one at a time, to rank 0."""
@@ -116,7 +127,7 @@ class DeepSpeedEngine(AbstractEngine):
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
-        if value.requires_grad and self._plan.precision == "bf16":
+        if value.requires_grad and self._plan.number_format.masters:
             master = safe_get_full_fp32_param(value)
             if master is not None:
                 return master
@@ -125,21 +136,13 @@ class DeepSpeedEngine(AbstractEngine):
                 return value.detach().clone()
         return value.detach()
 
-    def _forward(self, batch: Batch) -> Tensor:
-        positional, named = cast_inputs(
-            self._plan, model_inputs(self._model, batch, self._loss)
-        )
-        output: Any = self._engine(*positional, **named)
-        with autocast(self._plan, self._device):
-            return compute_loss(self._model, output, batch, self._loss)
-
 
 def _autocast_inside(model: nn.Module, plan: Plan, device: torch.device) -> None:
     """Let the model's forward run under autocast, entered below DeepSpeed.
 
     DeepSpeed switches off an autocast that is on when its own forward is called.
     """
-    if plan.precision != "autocast":
+    if not plan.number_format.autocast:
         return
     forward = model.forward
 

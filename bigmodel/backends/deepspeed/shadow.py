@@ -31,7 +31,7 @@ def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...
         walk = Walk(plan, costs, builder, steps)
         parts = ShardedZero(plan, costs, builder, walk)
         program = write_step(parts, builder, micro_batches)
-        if plan.precision == "autocast":
+        if plan.number_format.autocast:
             program = without_weight_copies(program, steps)
         return (program,)
     partition = _partition(plan, steps)

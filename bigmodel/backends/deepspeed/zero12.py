@@ -81,7 +81,7 @@ class FlatZero(AbstractPart):
         self._partition = partition
         self._rank = rank
         self._width = weight_bytes(plan)
-        self._limit = plan.buckets.deepspeed_elements
+        self._limit = plan.deepspeed.bucket_elements
         self._shards = plan.zero_stage == 2
         self._group = group(costs.cluster, plan.mesh.shard)
         frozen = sum(

@@ -87,7 +87,7 @@ class ShardedZero(AbstractPart):
         self._costs = costs
         self._builder = builder
         self._width = weight_bytes(plan)
-        self._limit = plan.buckets.deepspeed_elements
+        self._limit = plan.deepspeed.bucket_elements
         self._ranks = plan.mesh.shard
         self._group = group(costs.cluster, self._ranks)
         self._stream: Stream = communication(costs)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import final
 
-from bigmodel.backends.backend import AbstractBackend, Layout, divisors
+from bigmodel.backends.backend import AbstractBackend, divisors
 from bigmodel.backends.fsdp2 import shadow
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
 from bigmodel.models import ModelSpec
-from bigmodel.plans import Mesh, Plan
+from bigmodel.plans import Fsdp2Options, Mesh, Plan
 from bigmodel.simulator import Costs, Program
 
 
@@ -19,6 +19,7 @@ class Fsdp2(AbstractBackend):
     """Everything is sharded; weights are gathered block by block."""
 
     name = "fsdp2"
+    obeys = frozenset({"fsdp2"})
 
     def violations(
         self, plan: Plan, model: ModelSpec | None, cluster: Cluster | None
@@ -39,13 +40,18 @@ class Fsdp2(AbstractBackend):
                 cure="use backend 'ddp'",
             )
 
-    def layouts(self, costs: Costs) -> Iterator[Layout]:
+    def layouts(self, costs: Costs) -> Iterator[Plan]:
         """Yield full sharding and every hybrid, resharding or not."""
         world = costs.cluster.world
         for shard in divisors(world)[1:]:
             mesh = Mesh(replicate=world // shard, shard=shard)
-            yield Layout(mesh=mesh)
-            yield Layout(mesh=mesh, reshard_after_forward=False)
+            for reshard in (True, False):
+                yield Plan(
+                    backend=self.name,
+                    mesh=mesh,
+                    units=costs.model.units,
+                    fsdp2=Fsdp2Options(reshard_after_forward=reshard),
+                )
 
     def programs(
         self, plan: Plan, costs: Costs, micro_batches: int

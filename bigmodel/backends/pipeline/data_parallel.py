@@ -36,8 +36,8 @@ def spread(
             stage,
             process_group=mesh.get_group("replicate"),
             # A float is what torch multiplies; its annotation says int.
-            bucket_cap_mb=plan.buckets.ddp_megabytes,  # pyright: ignore[reportArgumentType]
-            gradient_as_bucket_view=plan.buckets.ddp_gradient_views,
+            bucket_cap_mb=plan.ddp.bucket_megabytes,  # pyright: ignore[reportArgumentType]
+            gradient_as_bucket_view=plan.ddp.gradient_views,
         )
     return stage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import final
 
-from bigmodel.backends.backend import AbstractBackend, Layout, divisors
+from bigmodel.backends.backend import AbstractBackend, divisors
 from bigmodel.backends.pipeline import shadow
 from bigmodel.backends.pipeline.balance import balanced_cuts
 from bigmodel.clusters import Cluster
@@ -21,6 +21,7 @@ class Pipeline(AbstractBackend):
     """The model is cut into stages; within a stage DDP or FSDP2."""
 
     name = "pipeline"
+    obeys = frozenset({"stages", "ddp", "fsdp2"})
 
     def violations(
         self, plan: Plan, model: ModelSpec | None, cluster: Cluster | None
@@ -58,7 +59,7 @@ class Pipeline(AbstractBackend):
                 cure="use backend 'fsdp2' or 'deepspeed'",
             )
 
-    def layouts(self, costs: Costs) -> Iterator[Layout]:
+    def layouts(self, costs: Costs) -> Iterator[Plan]:
         """Yield every number of stages, with DDP or FSDP2 inside."""
         world, units = costs.cluster.world, len(costs.model.units)
         for count in divisors(world):
@@ -72,7 +73,12 @@ class Pipeline(AbstractBackend):
             for mesh in meshes:
                 for schedule in SCHEDULES.names():
                     stages = Stages(schedule=schedule, cuts=cuts)
-                    yield Layout(mesh=mesh, stages=stages)
+                    yield Plan(
+                        backend=self.name,
+                        mesh=mesh,
+                        units=costs.model.units,
+                        stages=stages,
+                    )
 
     def programs(
         self, plan: Plan, costs: Costs, micro_batches: int

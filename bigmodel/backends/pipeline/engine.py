@@ -7,15 +7,14 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils import _pytree as pytree
 
 from bigmodel.backends.batch import num_samples, split
-from bigmodel.backends.engine import AbstractEngine, Batch, Job
-from bigmodel.backends.optimizers import build_optimizer, trainable
+from bigmodel.backends.engine import AbstractEngine, Batch, Job, LossShare, Update
 from bigmodel.backends.pipeline.clipping import clip_gradients
 from bigmodel.backends.pipeline.cutting import check_model, cut_model
 from bigmodel.backends.pipeline.data_parallel import reshard, spread
@@ -34,9 +33,9 @@ from bigmodel.backends.pipeline.shared_weights import (
 )
 from bigmodel.backends.pipeline.stage import Stage
 from bigmodel.backends.pipeline.torch_schedules import torch_schedule
-from bigmodel.backends.precision import MasterWeights, cast_weights
 from bigmodel.backends.recompute import apply_recompute
 from bigmodel.backends.state_files import load_state, save_state
+from bigmodel.backends.updating import Updater
 from bigmodel.errors import InvalidPlanError, UsageError, Violation
 from bigmodel.plans import micro_batches as divisors
 
@@ -64,7 +63,6 @@ class PipelineEngine(AbstractEngine):
 
     def __init__(self, job: Job) -> None:
         self._plan = plan = job.plan
-        self._clip_norm = job.clip_norm
         if plan.stages is None:
             raise InvalidPlanError("a plan of backend 'pipeline' has stages")
         self._torch_schedule = torch_schedule(plan.stages.schedule)
@@ -95,32 +93,33 @@ class PipelineEngine(AbstractEngine):
         if plan.mesh.shard == 1:
             # FSDP2 moves block after block, and holds only its shard of each.
             stage.to(job.device)
-        masters: MasterWeights | None = None
-        if plan.precision == "bf16" and plan.mesh.shard == 1 and trainable(model):
-            masters = MasterWeights(factory, trainable(model))
-        if plan.precision == "bf16" and plan.mesh.shard == 1:
-            cast_weights(model)
-        self._wrapped = spread(stage, blocks, plan, mesh)
-        self._masters = masters
-        self._weights = trainable(model)
-        self._params = self._weights
-        self._optimizer: torch.optim.Optimizer | None = None
-        if masters is not None:
-            self._params = dict(masters.module.named_parameters())
-            self._optimizer = masters.optimizer
-        elif self._weights:
-            # A stage of frozen layers has nothing to step.
-            self._optimizer = build_optimizer(factory, self._weights)
+        sharded = plan.mesh.shard > 1
+        if sharded:
+            self._wrapped = spread(stage, blocks, plan, mesh)
+        self._updater = Updater(
+            model,
+            factory,
+            plan,
+            job.clip_norm,
+            clip=self._clip,
+            own_masters=not sharded,
+        )
+        if not sharded:
+            # After the weights have their type, which DDP's buckets take over.
+            self._wrapped = spread(stage, blocks, plan, mesh)
         self._schedule: PipelineScheduleSingle | None = None
         self._shapes: Any = None
         self._cut = cut
         self._verified = False
         cut.watch_first_run()
 
-    def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
+    def forward_backward(
+        self, micro_batches: Sequence[Batch], shares: Sequence[LossShare]
+    ) -> Tensor:
         """Run the schedule; gradients are reduced after the last micro-batch."""
         schedule = self._schedule_for(micro_batches)
-        self._stage.feed(micro_batches)
+        scale = self._updater.scale
+        self._stage.feed(micro_batches, shares, scale)
         # Only their number matters: torch hands one row to every micro-batch.
         rows = torch.zeros(
             len(micro_batches), dtype=PLACEHOLDER.dtype, device=self._line.device
@@ -135,28 +134,17 @@ class PipelineEngine(AbstractEngine):
         sum_gradients(self._model, self._shared)
         total = torch.zeros((), device=self._line.device)
         for loss in losses:
-            total += loss.detach()
+            total += loss.detach() / scale.factor
         return self._line.broadcast_from_last(total)
 
-    def update(self) -> Tensor | None:
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's optimizer over this stage; None if all its layers are frozen."""
+        return self._updater.optimizer
+
+    def update(self) -> Update:
         """Clip by the norm over all stages, step and drop the gradients."""
-        if self._masters is not None:
-            self._masters.gather_gradients()
-        norm: Tensor | None = None
-        if self._clip_norm is not None:
-            counted_elsewhere = {
-                weight.name for weight in self._shared if not weight.is_owner
-            }
-            norm = clip_gradients(
-                self._line, self._params, counted_elsewhere, self._clip_norm
-            )
-        if self._masters is not None:
-            self._masters.step()
-            self._masters.scatter_weights()
-        elif self._optimizer is not None:
-            self._optimizer.step()
-        self._model.zero_grad(set_to_none=True)
-        return norm
+        return self._updater.update()
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the mean loss of a batch of any size.
@@ -178,17 +166,23 @@ class PipelineEngine(AbstractEngine):
             for name, value in self._model.state_dict().items()
             if isinstance(value, Tensor)
         }
-        if self._masters is not None:
-            weights |= self._params
+        if self._updater.masters is not None:
+            weights |= self._updater.params
         return gather_weights(self._line, weights, self._names)
 
     def save(self, folder: str) -> None:
         """Write weights and optimizer states of all stages."""
-        save_state(folder, self._model, self._optimizer, self._masters)
+        save_state(folder, self._model, self._updater)
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote."""
-        load_state(folder, self._model, self._optimizer, self._masters)
+        load_state(folder, self._model, self._updater)
+
+    def _clip(self, params: dict[str, nn.Parameter], limit: float) -> Tensor:
+        counted_elsewhere = {
+            weight.name for weight in self._shared if not weight.is_owner
+        }
+        return clip_gradients(self._line, params, counted_elsewhere, limit)
 
     def _schedule_for(self, micro_batches: Sequence[Batch]) -> PipelineScheduleSingle:
         """Return torch's schedule for micro-batches of these shapes."""

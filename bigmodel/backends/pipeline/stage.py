@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from bigmodel.backends.engine import Batch, Job
+from bigmodel.backends.engine import Batch, Job, LossShare
 from bigmodel.backends.forward import compute_loss
+from bigmodel.backends.loss_scale import LossScale
 from bigmodel.backends.pipeline.cut import AbstractCut
 from bigmodel.backends.precision import autocast
 
@@ -30,10 +31,19 @@ class Stage(nn.Module):
         self._plan = job.plan
         self._device = job.device
         self._queue: Iterator[Batch] = iter(())
+        self._shares: Iterator[LossShare] = iter(())
+        self._scale = LossScale(enabled=False)
 
-    def feed(self, micro_batches: Iterable[Batch]) -> None:
-        """Set the micro-batches of the coming forwards."""
+    def feed(
+        self,
+        micro_batches: Iterable[Batch],
+        shares: Iterable[LossShare] = (),
+        scale: LossScale | None = None,
+    ) -> None:
+        """Set the micro-batches of the coming forwards, and what losses weigh."""
         self._queue = iter(micro_batches)
+        self._shares = iter(shares)
+        self._scale = scale or LossScale(enabled=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Run the stage on the next micro-batch.
@@ -42,8 +52,8 @@ class Stage(nn.Module):
             hidden: What the stage before returned; a placeholder on the first stage.
 
         Returns:
-            Hidden states, or the loss: in training its share of the mean over all
-            micro-batches, in evaluation the loss itself.
+            Hidden states, or the loss: in training its share of the step's, scaled; in
+            evaluation the loss itself.
         """
         batch = next(self._queue)
         with autocast(self._plan, self._device):
@@ -53,4 +63,4 @@ class Stage(nn.Module):
                 # can be sent. Hidden states are small beside what a stage keeps.
                 return output.clone() if output._is_view() else output.contiguous()
             loss = compute_loss(self.model, output, batch, self._loss)
-        return loss / self._plan.accumulation if self.training else loss
+        return self._scale.scale(loss * next(self._shares)) if self.training else loss

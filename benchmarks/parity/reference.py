@@ -9,12 +9,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tests.parity.cases import STEPS, Case
-from tests.parity.models import SUBJECTS, make_model, make_optimizer
+from benchmarks.parity.cases import STEPS, Case
+from benchmarks.parity.models import SUBJECTS, make_model, make_optimizer
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """What one process gets."""
+
     losses: list[float]
     norms: list[float]
     evaluation: float
@@ -55,7 +57,7 @@ def run_alone(case: Case) -> Outcome:
     # The labels of micro-batches have equal lengths, so one mean over the global batch
     # is the mean of their means.
     return _run(
-        case.model, case.freeze, case.clip_norm, case.instance, case.plan.global_batch
+        case.model, case.freeze, case.clip_norm, case.groups, case.plan.global_batch
     )(case)
 
 
@@ -77,7 +79,7 @@ def _train(case: Case) -> Outcome:
     model = make_model(case.model, freeze=case.freeze)
     model.train()
     params = [value for value in model.parameters() if value.requires_grad]
-    optimizer = optimizer_over(model) if case.instance else make_optimizer(params)
+    optimizer = optimizer_over(model) if case.groups else make_optimizer(params)
     take = sample_batch(case)
     losses, norms = [], []
     for step in range(STEPS):

@@ -1,6 +1,8 @@
 """One rank of a launch that runs all cases of its world size.
 
-    torchrun --nproc-per-node WORLD worker.py FOLDER [NAME...]
+    torchrun --nproc-per-node WORLD worker.py FOLDER {all,quick} [NAME...]
+
+A name is that of a case, or the beginning of one.
 
 Rank 0 writes FOLDER/NAME.pt, or FOLDER/NAME.error with the traceback.
 """
@@ -18,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 
+from benchmarks.parity.cases import STEPS, Case, cases
+from benchmarks.parity.models import SUBJECTS, make_model, make_optimizer
+from benchmarks.parity.reference import optimizer_over, sample_batch
 from bigmodel.running.session import Engine, prepare
-from tests.parity.cases import CASES, STEPS, Case
-from tests.parity.models import SUBJECTS, make_model, make_optimizer
-from tests.parity.reference import optimizer_over, sample_batch
 
 
 def make_engine(case: Case) -> Engine:
@@ -33,7 +35,7 @@ def make_engine(case: Case) -> Engine:
     return prepare(
         case.plan,
         model,
-        optimizer_over(model) if case.instance else make_optimizer,
+        optimizer_over(model) if case.groups else make_optimizer,
         SUBJECTS[case.model].loss,
         clip_norm=case.clip_norm,
     )
@@ -79,11 +81,11 @@ def run(case: Case, folder: Path) -> dict:
 
 
 def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    folder, quick, names = Path(sys.argv[1]), sys.argv[2] == "quick", sys.argv[3:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for case in CASES[dist.get_world_size()]:
-        if names and case.name not in names:
+    for case in cases(dist.get_world_size(), quick=quick):
+        if names and not case.name.startswith(tuple(names)):
             continue
         begin = time.perf_counter()
         try:

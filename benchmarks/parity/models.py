@@ -22,6 +22,8 @@ class Subject:
     """From a number of samples to a batch."""
     loss: Callable | None
     units: tuple[str, ...]
+    elements: int
+    """Parameters, about."""
     frozen: str
     """Prefix of the parameters that a case may freeze."""
 
@@ -74,6 +76,7 @@ SUBJECTS = {
         data=_tokens,
         loss=None,
         units=tuple(f"transformer.h.{index}" for index in range(LAYERS)),
+        elements=53_000,
         frozen="transformer.h.1.",
     ),
     "mlp": Subject(
@@ -81,6 +84,7 @@ SUBJECTS = {
         data=_points,
         loss=_squared_error,
         units=tuple(str(index) for index in range(5)),
+        elements=435,
         frozen="2.",
     ),
 }

@@ -1,0 +1,1 @@
+"""Every backend against one process: the same losses, norms and weights."""
