@@ -120,11 +120,10 @@ def compare(
     rows = []
     for rank in range(decision.plan.world):
         measured = json.loads((found / f"rank{rank}.json").read_text())
-        stage = decision.plan.mesh.stage(rank)
         rows.append(
             Comparison(
                 name=f"peak allocated memory of a step, rank {rank}",
-                predicted=best.ranks[stage].allocated,
+                predicted=best.of_rank(rank).allocated,
                 measured=measured["peak"],
             )
         )

@@ -1,5 +1,6 @@
 """Fine-tune a causal language model of transformers on a text file.
 
+    python recipes/finetune_hf.py --write-plan plan.json --model FOLDER --text FILE
     bigmodel run recipes/finetune_hf.py --plan plan.json -- --model FOLDER --text FILE
     torchrun --nproc-per-node 2 recipes/finetune_hf.py --model FOLDER --text FILE
 
@@ -22,8 +23,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from bigmodel.api.scripts import script_parser, script_plan
 from bigmodel.errors import UsageError
-from bigmodel.running.environment import read_process
 from bigmodel.running.progress import Progress
 from bigmodel.running.script import run_main
 from bigmodel.running.session import Engine, prepare
@@ -31,19 +32,10 @@ from bigmodel.running.text import Windows
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__, learning_rate=1e-5)
     parser.add_argument("--model", required=True, help="model folder or config.json")
     parser.add_argument("--text", required=True, help="text file to train on")
-    parser.add_argument("--plan", help="plan file; default: BIGMODEL_PLAN")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
-    parser.add_argument("--out", help="write the trained model into this folder")
-    parser.add_argument("--metrics", help="write one JSON object per step to this file")
     parser.add_argument("--sequence", type=int, default=512, help="tokens per sample")
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
-    parser.add_argument("--clip-norm", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    # The deepspeed launcher appends it; the environment says the same.
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -90,21 +82,18 @@ def write_model(engine: Engine, model: Path, folder: Path) -> None:
 def main() -> None:
     args = arguments()
     model = Path(args.model)
-    plan = args.plan or read_process().plan_path
-    if plan is None:
-        raise UsageError(
-            "no plan is given; use --plan PLAN, or start with: "
-            "bigmodel run recipes/finetune_hf.py --plan PLAN"
-        )
     tokens = read_tokens(Path(args.text), model)
+    windows = Windows(tokens, args.sequence)
+    sample = {key: value[None] for key, value in windows[0].items()}
+    make = partial(make_model, model)
     with prepare(
-        plan,
-        partial(make_model, model),
+        script_plan(args, make, sample),
+        make,
         partial(torch.optim.AdamW, lr=args.learning_rate),
         clip_norm=args.clip_norm,
         seed=args.seed,
     ) as engine:
-        batches = engine.batches(Windows(tokens, args.sequence), seed=args.seed)
+        batches = engine.batches(windows, seed=args.seed)
         result = None
         with Progress(
             engine, args.steps, tokens_per_sample=args.sequence, file=args.metrics

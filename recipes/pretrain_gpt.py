@@ -1,5 +1,6 @@
 """Train a GPT-2 from scratch on bytes: the sources of Python's standard library.
 
+    python recipes/pretrain_gpt.py --write-plan plan.json --cluster 2xcpu
     bigmodel run recipes/pretrain_gpt.py --plan plan.json -- --layers 4 --steps 100
     torchrun --nproc-per-node 2 recipes/pretrain_gpt.py --plan plan.json
     deepspeed --num_gpus 2 recipes/pretrain_gpt.py --plan plan.json
@@ -16,8 +17,7 @@ from functools import partial
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from bigmodel.errors import UsageError
-from bigmodel.running.environment import read_process
+from bigmodel.api.scripts import script_parser, script_plan
 from bigmodel.running.progress import Progress
 from bigmodel.running.script import run_main
 from bigmodel.running.session import prepare
@@ -28,23 +28,14 @@ BYTES = 256
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plan", help="plan file; default: BIGMODEL_PLAN")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
-    parser.add_argument("--out", help="write a checkpoint into this folder at the end")
+    parser = script_parser(__doc__)
     parser.add_argument("--resume", help="continue from this checkpoint")
-    parser.add_argument("--metrics", help="write one JSON object per step to this file")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--text-bytes", type=int, default=4_000_000)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--clip-norm", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    # The deepspeed launcher appends it; the environment says the same.
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -71,15 +62,12 @@ def make_model(args: argparse.Namespace) -> GPT2LMHeadModel:
 
 def main() -> None:
     args = arguments()
-    plan = args.plan or read_process().plan_path
-    if plan is None:
-        raise UsageError(
-            "no plan is given; use --plan PLAN, or start with: "
-            "bigmodel run recipes/pretrain_gpt.py --plan PLAN"
-        )
+    make = partial(make_model, args)
+    tokens = torch.zeros(1, args.sequence, dtype=torch.int64)
+    plan = script_plan(args, make, {"input_ids": tokens, "labels": tokens})
     with prepare(
         plan,
-        partial(make_model, args),
+        make,
         partial(torch.optim.AdamW, lr=args.learning_rate, weight_decay=0.1),
         clip_norm=args.clip_norm,
         seed=args.seed,

@@ -6,6 +6,7 @@ and buffers are replaced by fake ones before the copy could read them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -50,15 +51,25 @@ def fake_module(
 
 
 def _build(factory: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
-    try:
-        with mode:
-            module = factory()
-    except Exception as error:
+    """Run a factory, without memory if it can be.
+
+    Some factories read the values of small tensors (a schedule of dropout rates) or
+    load weights. On the meta device explicit CPU tensors stay real, which is enough for
+    the former; the latter can only be run as they are.
+    """
+    module: Any = None
+    for context in (mode, torch.device("meta"), contextlib.nullcontext()):
+        try:
+            with context:
+                module = factory()
+            break
+        except Exception as error:
+            failure = error
+    else:
         raise TracingError(
-            f"the model factory failed under fake tensors: {type(error).__name__}: "
-            f"{error}; a factory must not read the values of tensors while it builds: "
-            "load weights after planning, or pass a built module"
-        ) from error
+            f"the model factory failed: {type(failure).__name__}: {failure}; "
+            "it must run as it is, or better on fake tensors, without reading values"
+        ) from failure
     if not isinstance(module, nn.Module):
         raise TracingError(
             f"the model factory returned {type(module).__name__}; "

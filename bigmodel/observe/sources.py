@@ -12,6 +12,7 @@ Nothing is ever downloaded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +70,9 @@ def resolve(model: object, batch: Any = None, *, seq_len: int | None = None) -> 
         return _from_config(model, batch, seq_len, "a config object")
     if isinstance(model, nn.Module):
         return _from_module(model, batch, seq_len)
-    if callable(model) and not isinstance(model, type(nn.Module)):
-        name = getattr(model, "__name__", type(model).__name__)
+    if callable(model):
+        made = model.func if isinstance(model, functools.partial) else model
+        name = getattr(made, "__name__", type(made).__name__)
         if batch is None:
             raise UsageError(_no_batch("a function that makes a model"))
         return _subject(model, batch, name.strip("<>"), "a function")

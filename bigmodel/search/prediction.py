@@ -88,6 +88,10 @@ class Estimate:
         """The rank with the largest device total."""
         return max(self.ranks, key=lambda rank: rank.device_total)
 
+    def of_rank(self, rank: int) -> RankMemory:
+        """Return the memory of one rank."""
+        return next(entry for entry in self.ranks if rank in entry.ranks)
+
     @property
     def fits(self) -> bool:
         """Say whether the fullest rank fits, to the upper end of the interval."""
