@@ -14,10 +14,30 @@ def layouts(
 ) -> Iterator[tuple[str, Plan]]:
     if world == 1:
         return
-    bucket = 4 * elements / 4 / MIB
-    plan = Plan(backend="ddp", mesh=Mesh(replicate=world), units=units)
-    for name, options in {
-        "ddp": DdpOptions(bucket_megabytes=bucket),
-        "ddp-copies": DdpOptions(bucket_megabytes=bucket, gradient_views=False),
+    # A quarter of the gradients, in fp32.
+    bucket = elements / MIB
+    plan = Plan(
+        backend="ddp",
+        mesh=Mesh(replicate=world),
+        units=units,
+        ddp=DdpOptions(bucket_megabytes=bucket),
+    )
+    yield "ddp", plan
+    yield "ddp-zero1", replace(plan, zero_stage=1)
+    if world > 2:
+        return
+    for name, changed in {
+        "copies": {"gradient_views": False},
+        "first": {"first_bucket_megabytes": bucket / 4},
+        "unused": {"find_unused": True},
+        "static": {"static_graph": True},
+        "fp16-hook": {"hook": "fp16"},
+        "powersgd": {
+            "hook": "powersgd",
+            "powersgd_start": 2,
+            "powersgd_rank": 2,
+            # gloo: one bucket only.
+            "bucket_megabytes": 25.0,
+        },
     }.items():
-        yield name, replace(plan, ddp=options)
+        yield f"ddp-{name}", replace(plan, ddp=replace(plan.ddp, **changed))

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.layouts import all_layouts
+from bigmodel.backends.backend import refusals
 from bigmodel.backends.catalog import BACKENDS
 from bigmodel.plans import Plan, Precision, RecomputePolicy
 
@@ -101,19 +102,18 @@ def _cases(
     model: str, recompute: RecomputePolicy, accumulation: int, precision: Precision
 ) -> Iterator[Case]:
     for label, layout in all_layouts(PROCESSES, UNITS[model], ELEMENTS[model]):
-        least = layout.accumulation
-        if precision not in BACKENDS.get(layout.backend).precisions:
-            continue
-        if accumulation % least:
+        plan = replace(
+            layout,
+            micro_batch=4,
+            accumulation=accumulation,
+            recompute=(recompute,) * len(layout.units),
+            precision=precision,
+        )
+        if list(refusals(BACKENDS.get(plan.backend), plan)):
             continue
         yield Case(
             name=f"{model} {label} {recompute} x{accumulation} {precision}",
             model=model,
-            plan=replace(
-                layout,
-                micro_batch=4,
-                accumulation=accumulation,
-                recompute=(recompute,) * len(layout.units),
-                precision=precision,
-            ),
+            plan=plan,
+        ),
         )

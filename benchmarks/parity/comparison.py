@@ -36,7 +36,7 @@ class Deviation:
             return [self.fault]
         bounds = {"losses": case.tolerance, "evaluation": case.tolerance}
         bounds["resumed"] = 1e-6
-        if case.plan.precision == "fp32":
+        if case.exact:
             bounds |= {"norms": 1e-4, "weights": case.tolerance}
         return [
             f"{what} are {getattr(self, what):.2g} off, more than {bound:g}"

@@ -50,6 +50,10 @@ class AbstractBackend(ABC):
     ) -> Iterator[Violation]:
         """Yield what this backend refuses in a plan, of a model, on a cluster."""
 
+    def device_violations(self, plan: Plan, kind: str) -> Iterator[Violation]:
+        """Yield what this backend cannot do on a kind of device, `cuda` or `cpu`."""
+        return iter(())
+
     @abstractmethod
     def layouts(self, costs: Costs) -> Iterator[Plan]:
         """Yield every layout that uses all devices of the cluster.
@@ -75,8 +79,17 @@ def refusals(
     plan: Plan,
     model: ModelSpec | None = None,
     cluster: Cluster | None = None,
+    kind: str | None = None,
 ) -> Iterator[Violation]:
-    """Yield all that a backend refuses: its own rules, and options without effect."""
+    """Yield all that a backend refuses: its own rules, and options without effect.
+
+    Args:
+        backend: The backend.
+        plan: The plan.
+        model: What it is for, if known.
+        cluster: Where it is to run, if known.
+        kind: Kind of the devices, where the cluster is not known.
+    """
     if plan.precision not in backend.precisions:
         yield Violation(
             field="precision",
@@ -99,6 +112,9 @@ def refusals(
                 cure="leave it at its default, or use a backend that obeys it",
             )
     yield from backend.violations(plan, model, cluster)
+    kind = cluster.device.kind if cluster is not None else kind
+    if kind is not None:
+        yield from backend.device_violations(plan, kind)
 
 
 def divisors(number: int) -> list[int]:

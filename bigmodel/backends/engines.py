@@ -20,7 +20,9 @@ def build_engine(job: Job) -> AbstractEngine:
     """
     name = job.plan.backend
     backend = BACKENDS.get(name)
-    raise_if_any(list(refusals(backend, job.plan)), InvalidPlanError)
+    raise_if_any(
+        list(refusals(backend, job.plan, kind=job.device.type)), InvalidPlanError
+    )
     # Imported by name: no library is loaded, or even installed, that is not used.
     module = importlib.import_module(f"bigmodel.backends.{name}.engine")
     return module.build(job)

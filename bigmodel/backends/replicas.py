@@ -10,12 +10,15 @@ before has set them to None.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
+from bigmodel.backends.compression import compression
 from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.walk import (
     BUCKETS,
     GRADIENTS,
+    HOOK,
     MASTERS,
     OPTIMIZER,
     STEP,
@@ -30,7 +33,7 @@ from bigmodel.backends.walk import (
     weight_bytes,
 )
 from bigmodel.clusters import group
-from bigmodel.models import Gradient
+from bigmodel.models import Gradient, Param
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Task
 from bigmodel.units import MIB
@@ -45,10 +48,17 @@ class Replica(AbstractPart):
         costs: Of the model on the cluster.
         builder: The program that is written.
         walk: The units of this rank.
+        stepped: The parameters whose optimizer states this rank keeps; None: all. The
+            others come from the ranks that step them.
     """
 
     def __init__(
-        self, plan: Plan, costs: Costs, builder: ProgramBuilder, walk: Walk
+        self,
+        plan: Plan,
+        costs: Costs,
+        builder: ProgramBuilder,
+        walk: Walk,
+        stepped: Sequence[Param] | None = None,
     ) -> None:
         self.walk = walk
         self._plan = plan
@@ -57,18 +67,23 @@ class Replica(AbstractPart):
         self._width = weight_bytes(plan)
         self._trained = trainable(walk.steps)
         self._elements = sum(p.elements for p in self._trained)
+        self._stepped = self._trained if stepped is None else stepped
+        self._own = sum(p.elements for p in self._stepped)
         self._group = group(costs.cluster, plan.mesh.replicate, plan.mesh.shard)
         self._bucketed = plan.mesh.replicate > 1
+        self._hook = compression(plan.ddp, self._trained, self._width)
         self._has_gradients = False
         self._bucket = 0
+        self._sent_before = False
         self._reductions: list[int] = []
         weights = sum(step.elements for step in walk.steps)
         builder.hold(WEIGHTS, weights * self._width)
         if self._width == 2:
             builder.hold(MASTERS, self._elements * 4)
-        builder.hold(OPTIMIZER, optimizer_state_bytes(plan, self._elements))
+        builder.hold(OPTIMIZER, optimizer_state_bytes(plan, self._own))
         if self._bucketed:
             builder.hold(BUCKETS, self._elements * self._width)
+            builder.hold(HOOK, self._hook.held)
         hold_inputs(builder, costs, plan, walk.steps)
 
     def forward(self, index: int) -> None:
@@ -93,6 +108,7 @@ class Replica(AbstractPart):
         self._has_gradients = True
         if synchronise:
             self._send(self._builder.last)
+            self._sent_before = False
             self._builder.add(
                 Task(label="wait for gradients", after=tuple(self._reductions))
             )
@@ -106,20 +122,34 @@ class Replica(AbstractPart):
             builder.allocate(GRADIENTS, self._elements * 4, "gradients to fp32")
             builder.allocate(GRADIENTS, -held, "drop bfloat16 gradients")
             held = self._elements * 4
-        largest = max((p.elements for p in self._trained), default=0)
+        largest = max((p.elements for p in self._stepped), default=0)
         builder.add(
             Task(
                 label="optimizer step",
-                seconds=step_seconds(plan, self._costs, self._elements),
-                surge=((STEP, step_surge(plan, self._costs, self._elements, largest)),),
+                seconds=step_seconds(plan, self._costs, self._own),
+                surge=((STEP, step_surge(plan, self._costs, self._own, largest)),),
             )
         )
+        if self._own < self._elements:
+            builder.add(
+                Task(
+                    label="broadcast stepped weights",
+                    stream=communication(self._costs),
+                    # Masters travel where there are any.
+                    seconds=self._group.gather(self._elements * 4),
+                    after=(builder.last,),
+                )
+            )
         builder.allocate(GRADIENTS, -held, "drop gradients")
 
     def _fill(self, size: int, task: int) -> None:
         self._bucket += size
         # An explicit cap, even torch's default, holds for the first bucket too.
-        if self._bucket >= self._plan.ddp.bucket_megabytes * MIB:
+        options = self._plan.ddp
+        cap = options.bucket_megabytes
+        if not self._sent_before and options.first_bucket_megabytes is not None:
+            cap = options.first_bucket_megabytes
+        if self._bucket >= cap * MIB:
             self._send(task)
 
     def _send(self, task: int) -> None:
@@ -130,9 +160,11 @@ class Replica(AbstractPart):
                 Task(
                     label="all-reduce bucket",
                     stream=communication(self._costs),
-                    seconds=self._group.reduce(self._bucket),
+                    seconds=self._group.reduce(self._bucket * self._hook.sent),
                     after=(task,),
+                    surge=((HOOK, int(self._bucket * self._hook.surge)),),
                 )
             )
         )
         self._bucket = 0
+        self._sent_before = True

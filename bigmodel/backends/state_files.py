@@ -49,9 +49,9 @@ def load_state(folder: str, model: nn.Module, updater: Updater) -> None:
     if updater.masters is not None:
         owner = updater.masters.module
         _fill(owner, state["masters"])
-    if updater.optimizer is not None:
+    if updater.local_optimizer is not None:
         set_optimizer_state_dict(
-            owner, updater.optimizer, state["optimizer"], options=_FLAT
+            owner, updater.local_optimizer, state["optimizer"], options=_FLAT
         )
     updater.scale.restore(state["loss_scale"])
 
@@ -65,9 +65,9 @@ def _state(model: nn.Module, updater: Updater) -> dict[str, Any]:
     if updater.masters is not None:
         owner = updater.masters.module
         state["masters"] = _unique(owner)
-    if updater.optimizer is not None:
+    if updater.local_optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(
-            owner, updater.optimizer, options=_FLAT
+            owner, updater.local_optimizer, options=_FLAT
         )
     return state
 

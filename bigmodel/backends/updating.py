@@ -69,6 +69,8 @@ class Updater:
             cast_weights(model, getattr(torch, form.weights))
         elif self.weights:
             self.optimizer = build_optimizer(factory, self.weights)
+        self.local_optimizer = self.optimizer
+        """Holds this rank's states: the same, unless `optimizer` wraps another one."""
 
     def update(self) -> Update:
         """Unscale, clip, step, and drop the gradients."""

@@ -22,6 +22,7 @@ OPTIMIZER = "optimizer states"
 BUFFERS = "buffers"
 BATCH = "batch"
 BUCKETS = "communication buckets"
+HOOK = "communication hook"
 GATHERED = "gathered weights"
 STEP = "optimizer step"
 

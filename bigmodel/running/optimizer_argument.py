@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bigmodel.backends.engine import OptimizerFactory
-from bigmodel.backends.optimizers import NamedOptimizerFactory
+from bigmodel.backends.optimizers import NamedOptimizerFactory, rebuild
 from bigmodel.errors import UsageError
 
 
@@ -52,8 +51,7 @@ class _Again(NamedOptimizerFactory):
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self._class = type(optimizer)
-        self._defaults = _constructor_arguments(optimizer)
+        self._like = optimizer
         self._settings: list[dict[str, Any]] = []
         self.groups: dict[str, int] = {}
         """Index of the group of every parameter, by name."""
@@ -76,19 +74,4 @@ class _Again(NamedOptimizerFactory):
             groups[self.groups[name]]["params"].append(parameter)
         # A pipeline stage may hold no parameter of some group.
         groups = [group for group in groups if group["params"]]
-        try:
-            return self._class(groups, **self._defaults)
-        except TypeError as error:
-            raise UsageError(
-                f"{self._class.__name__} cannot be built again from its settings "
-                f"({error}); give a factory instead: "
-                f"lambda params: {self._class.__name__}(params, ...)"
-            ) from error
-
-
-def _constructor_arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    # AdamW keeps a default that only its base class takes.
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    return {
-        name: value for name, value in optimizer.defaults.items() if name in accepted
-    }
+        return rebuild(self._like, groups)

@@ -8,8 +8,14 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from bigmodel.backends.ddp.hook_files import load_hook, save_hook
+from bigmodel.backends.ddp.sharded_optimizer import ShardedOptimizerFactory
+from bigmodel.backends.ddp.unused import check_all_used
+from bigmodel.backends.ddp_wrapping import wrap
 from bigmodel.backends.engine import AbstractEngine, Job, Update
 from bigmodel.backends.precision import cast_inputs
 from bigmodel.backends.recompute import apply_recompute
@@ -37,15 +43,18 @@ class DdpEngine(AbstractWholeModelEngine):
         plan = job.plan
         self._model = model = job.model.to(job.device)
         apply_recompute(get_blocks(model, plan.units), plan)
-        self._updater = Updater(model, job.optimizer, plan, job.clip_norm)
+        factory = job.optimizer
+        if plan.zero_stage:
+            factory = ShardedOptimizerFactory(factory)
+        self._updater = Updater(model, factory, plan, job.clip_norm)
+        if isinstance(self._updater.optimizer, ZeroRedundancyOptimizer):
+            self._updater.local_optimizer = self._updater.optimizer.optim
         self._wrapped: DistributedDataParallel | None = None
+        self._hook: PowerSGDState | None = None
         if plan.world > 1:
-            self._wrapped = DistributedDataParallel(
-                model,
-                # A float is what torch multiplies; its annotation says int.
-                bucket_cap_mb=plan.ddp.bucket_megabytes,  # pyright: ignore[reportArgumentType]
-                gradient_as_bucket_view=plan.ddp.gradient_views,
-            )
+            self._wrapped, self._hook = wrap(model, plan.ddp)
+        self._synchronises = True
+        self._stepped = False
 
     @property
     def module(self) -> nn.Module:
@@ -61,6 +70,7 @@ class DdpEngine(AbstractWholeModelEngine):
         """Let gradients add up locally, as under `no_sync`, until the last backward."""
         if self._wrapped is not None:
             self._wrapped.require_backward_grad_sync = last
+        self._synchronises = last
 
     def call(self, *positional: Any, **named: Any) -> Any:
         """Call the model through its wrapper."""
@@ -73,9 +83,13 @@ class DdpEngine(AbstractWholeModelEngine):
     def backward(self, loss: Tensor) -> None:
         """Run backward, which averages over the ranks if `begin` said so."""
         self._updater.scale.scale(loss).backward()
+        if self._wrapped is not None and self._synchronises:
+            first = not self._stepped
+            check_all_used(self._wrapped, self._updater.weights, first=first)
 
     def update(self) -> Update:
         """Clip, step and drop the gradients."""
+        self._stepped = True
         return self._updater.update()
 
     def model_state(self) -> dict[str, Tensor]:
@@ -95,10 +109,14 @@ class DdpEngine(AbstractWholeModelEngine):
     def save(self, folder: str) -> None:
         """Write weights and optimizer states."""
         save_state(folder, self._model, self._updater)
+        if self._hook is not None:
+            save_hook(folder, self._hook)
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote."""
         load_state(folder, self._model, self._updater)
+        if self._hook is not None:
+            load_hook(folder, self._hook)
 
     def _call(self, callee: nn.Module, positional: Any, named: Any) -> Any:
         positional, named = cast_inputs(self._plan, (positional, named))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
+from bigmodel.backends.ddp_wrapping import wrap
 from bigmodel.backends.pipeline.stage import Stage
 from bigmodel.backends.sharding import shard
 from bigmodel.plans import Plan
@@ -32,13 +32,8 @@ def spread(
         return stage
     trained = any(parameter.requires_grad for parameter in stage.parameters())
     if plan.mesh.replicate > 1 and trained:
-        return DistributedDataParallel(
-            stage,
-            process_group=mesh.get_group("replicate"),
-            # A float is what torch multiplies; its annotation says int.
-            bucket_cap_mb=plan.ddp.bucket_megabytes,  # pyright: ignore[reportArgumentType]
-            gradient_as_bucket_view=plan.ddp.gradient_views,
-        )
+        wrapped, _ = wrap(stage, plan.ddp, mesh.get_group("replicate"))
+        return wrapped
     return stage
 
 
