@@ -115,5 +115,4 @@ def _cases(
             name=f"{model} {label} {recompute} x{accumulation} {precision}",
             model=model,
             plan=plan,
-        ),
         )
