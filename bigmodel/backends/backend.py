@@ -41,6 +41,8 @@ class AbstractBackend(ABC):
     """Fields of a plan, of those that not all backends obey, that this one does. In the
     others a plan must keep the default, so that no option is silently without effect.
     """
+    offered: ClassVar[bool] = True
+    """Whether the search considers it without being asked by name."""
     precisions: ClassVar[tuple[str, ...]] = PRECISIONS
     """Number formats that it trains in."""
 

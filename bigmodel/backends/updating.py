@@ -34,6 +34,7 @@ class Updater:
         plan: Says the number format.
         clip_norm: Largest global norm of the gradients; None: no clipping.
         clip: Clips by the norm over all ranks; None: what this process sees is all.
+        drop_gradients: Ends the gradients of the model; None: sets them to None.
         own_masters: Whether the masters are kept here; False where the library that
             shards the model keeps its weights in fp32.
     """
@@ -46,12 +47,14 @@ class Updater:
         clip_norm: float | None,
         *,
         clip: Clip | None = None,
+        drop_gradients: Callable[[], None] | None = None,
         own_masters: bool = True,
     ) -> None:
         form = plan.number_format
         self._model = model
         self._clip_norm = clip_norm
         self._clip = clip or clip_by_norm
+        self._drop_gradients = drop_gradients
         self.scale = LossScale(enabled=form.scaled)
         self.weights = trainable(model)
         """The trained parameters that compute, by name."""
@@ -86,8 +89,11 @@ class Updater:
                 self.masters.scatter_weights()
         if self.masters is not None:
             self.masters.drop_gradients()
-        # Not the optimizer's: a factory may have left parameters out.
-        self._model.zero_grad(set_to_none=True)
+        if self._drop_gradients is not None:
+            self._drop_gradients()
+        else:
+            # Not the optimizer's: a factory may have left parameters out.
+            self._model.zero_grad(set_to_none=True)
         return Update(grad_norm=norm, skipped=not finite)
 
 

@@ -58,7 +58,8 @@ def decide(
         global_batch: Samples per optimizer step.
         optimizer: Name in the table of optimizers.
         precision: Of every plan.
-        backends: Names of the backends to consider; None: all.
+        backends: Names of the backends to consider; None: all that
+            are offered unasked.
         keep: How many plans to return, the best among them.
 
     Raises:
@@ -186,7 +187,7 @@ def _checked(
         )
     if optimizer not in OPTIMIZERS:
         raise UnknownNameError("optimizer", optimizer, OPTIMIZERS.names())
-    names = tuple(backends) if backends else BACKENDS.names()
+    names = tuple(backends) if backends else _offered()
     for name in names:
         BACKENDS.get(name)
     found += dtype_violations(precision, cluster)
@@ -213,3 +214,7 @@ def _no_candidate(
         rule=f"no plan divides it among {world} devices",
         cure=f"use a multiple of {world}, such as {near}",
     )
+
+
+def _offered() -> tuple[str, ...]:
+    return tuple(name for name, backend in BACKENDS if backend.offered)

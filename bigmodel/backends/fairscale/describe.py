@@ -1,0 +1,73 @@
+"""Which plans fairscale accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+from bigmodel.backends.backend import AbstractBackend
+from bigmodel.backends.fairscale import shadow
+from bigmodel.clusters import Cluster
+from bigmodel.errors import Violation
+from bigmodel.models import ModelSpec
+from bigmodel.plans import FairscaleOptions, Mesh, Plan
+from bigmodel.simulator import Costs, Program
+
+
+@final
+class Fairscale(AbstractBackend):
+    """`OSS` shards optimizer states; with `ShardedDataParallel` gradients too."""
+
+    name = "fairscale"
+    offered = False
+    obeys = frozenset({"zero_stage", "fairscale"})
+    # OSS steps the weights that compute, so there is no place for masters.
+    precisions = ("fp32", "autocast", "autocast-fp16")
+
+    def violations(
+        self, plan: Plan, model: ModelSpec | None, cluster: Cluster | None
+    ) -> Iterator[Violation]:
+        """Yield other axes than `shard`, and stages that it does not have."""
+        if plan.mesh.world != plan.mesh.shard:
+            yield Violation(
+                field="mesh",
+                got=str(plan.mesh),
+                rule="backend 'fairscale' only shards",
+                cure=f"use Mesh(shard={plan.mesh.world}), or another backend",
+            )
+        if plan.zero_stage not in (1, 2):
+            yield Violation(
+                field="zero_stage",
+                got=plan.zero_stage,
+                rule="backend 'fairscale' runs stages 1 (OSS) and 2 "
+                "(ShardedDataParallel); its FullyShardedDataParallel needs CUDA "
+                "streams and the internals of torch before 2",
+                cure="use backend 'fsdp2', its successor in torch, or 'deepspeed'",
+            )
+        if plan.zero_stage == 1 and plan.fairscale != FairscaleOptions():
+            yield Violation(
+                field="fairscale",
+                got=plan.fairscale,
+                rule="they are options of ShardedDataParallel, that is of stage 2",
+                cure="leave them at their defaults",
+            )
+
+    def layouts(self, costs: Costs) -> Iterator[Plan]:
+        """Yield both stages."""
+        if costs.cluster.world > 1:
+            for stage in (1, 2):
+                yield Plan(
+                    backend=self.name,
+                    mesh=Mesh(shard=costs.cluster.world),
+                    units=costs.model.units,
+                    zero_stage=stage,
+                )
+
+    def programs(
+        self, plan: Plan, costs: Costs, micro_batches: int
+    ) -> tuple[Program, ...]:
+        """Return the shadow's programs."""
+        return shadow.programs(plan, costs, micro_batches)
+
+
+BACKEND = Fairscale()
