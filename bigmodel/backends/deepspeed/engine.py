@@ -38,7 +38,7 @@ class DeepSpeedEngine(AbstractWholeModelEngine):
     """
 
     def __init__(self, job: Job) -> None:
-        deepspeed = _import_deepspeed(job.device)
+        deepspeed = import_deepspeed(job.device)
         super().__init__(job)
         plan = job.plan
         self._clip_norm = job.clip_norm
@@ -154,7 +154,8 @@ def _autocast_inside(model: nn.Module, plan: Plan, device: torch.device) -> None
     model.forward = run
 
 
-def _import_deepspeed(device: torch.device) -> Any:
+def import_deepspeed(device: torch.device) -> Any:
+    """Return the library, kept from compiling what it does not need on CPUs."""
     try:
         import deepspeed
         from deepspeed.ops import __compatible_ops__ as compatible

@@ -11,6 +11,7 @@ been sent, but on the rank that steps them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 from bigmodel.backends.part import AbstractPart, write_step
@@ -32,7 +33,7 @@ from bigmodel.backends.walk import (
 )
 from bigmodel.clusters import group
 from bigmodel.models import Gradient, Param
-from bigmodel.plans import Plan
+from bigmodel.plans import Mesh, Plan
 from bigmodel.simulator import Costs, Program, ProgramBuilder, Task
 
 WIDTH = 4
@@ -49,12 +50,14 @@ def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...
     """
     steps = steps_of(plan, costs.model.sequence)
     parts = deal(trainable(steps), plan.mesh.shard)
+    # In stage 1 DDP holds the gradients, of as many replicas.
+    replicated = replace(plan, mesh=Mesh(replicate=plan.mesh.shard))
     written = []
     for rank, part in enumerate(parts):
         builder = ProgramBuilder((rank,))
         walk = Walk(plan, costs, builder, steps)
         holder: AbstractPart = (
-            Replica(plan, costs, builder, walk, part)
+            Replica(replicated, costs, builder, walk, part)
             if plan.zero_stage == 1
             else ReducedToOwner(plan, costs, builder, walk, parts, rank)
         )

@@ -1,0 +1,1 @@
+"""Data parallel with equal weights on every rank: Horovod's DistributedOptimizer."""
