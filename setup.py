@@ -43,7 +43,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["bigmodel", "bigmodel.*"]),
-    package_data={"bigmodel": ["py.typed", "*/*.html", "*/*.css", "*/*.js"]},
+    package_data={"bigmodel": ["py.typed", "*/*.html", "*/*.css", "*/*.js", "*/*.j2"]},
     install_requires=[
         "jinja2>=3.1",
         "numpy>=1.26",

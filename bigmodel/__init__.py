@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bigmodel.api.clusters import cluster as cluster
+    from bigmodel.api.exporting import accelerator as accelerator
+    from bigmodel.api.exporting import trainer_arguments as trainer_arguments
     from bigmodel.api.planning import estimate as estimate
     from bigmodel.api.planning import plan as plan
     from bigmodel.api.tracing import trace as trace
@@ -45,6 +47,8 @@ _HOMES = {
     "cluster": "api.clusters",
     "plan": "api.planning",
     "estimate": "api.planning",
+    "accelerator": "api.exporting",
+    "trainer_arguments": "api.exporting",
     "prepare": "running.session",
     "Engine": "running.session",
     "Plan": "plans.training_plan",

@@ -101,13 +101,20 @@ class TracingError(UsageError):
 
 
 class MissingDependencyError(UsageError):
-    """An optional library that is not installed."""
+    """An optional library that is not installed.
 
-    def __init__(self, library: str, extra: str, purpose: str) -> None:
-        super().__init__(
-            f"{purpose} needs {library}, which is not installed; "
-            f'run: pip install "bigmodel[{extra}]"'
-        )
+    Args:
+        library: Its name.
+        extra: The extra of this package that brings it.
+        purpose: What needs it.
+        cure: What to do where no extra can bring it.
+    """
+
+    def __init__(
+        self, library: str, extra: str, purpose: str, *, cure: str = ""
+    ) -> None:
+        cure = cure or f'run: pip install "bigmodel[{extra}]"'
+        super().__init__(f"{purpose} needs {library}, which is not installed; {cure}")
 
 
 class WorldError(UsageError):

@@ -8,6 +8,7 @@ differ in what they do to memory or to the order of sums.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Iterator
 
@@ -27,6 +28,13 @@ def all_layouts(
     for found in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{found.name}")
         yield from module.layouts(world, units, elements)
+
+
+def not_here(plan: Plan) -> str:
+    """Return why a plan cannot run on this machine; empty where it can."""
+    if plan.backend == "horovod" and importlib.util.find_spec("horovod") is None:
+        return "horovod is not installed (release 0.28.1 does not build as it is)"
+    return ""
 
 
 def even_cuts(units: tuple[str, ...], stages: int) -> tuple[int, ...]:

@@ -15,7 +15,16 @@ def layouts(
         return
     plan = Plan(backend="fsdp2", mesh=Mesh(shard=world), units=units)
     yield "fsdp2", plan
-    keep = Fsdp2Options(reshard_after_forward=False)
-    yield "fsdp2-keep", replace(plan, fsdp2=keep)
     if world == 4:
         yield "hybrid", replace(plan, mesh=Mesh(replicate=2, shard=2))
+        smaller = Fsdp2Options(reshard_after_forward=2)
+        yield "fsdp2-smaller", replace(plan, fsdp2=smaller)
+        return
+    for name, options in {
+        "keep": Fsdp2Options(reshard_after_forward=False),
+        "prefetch": Fsdp2Options(prefetch=2),
+        "postpone": Fsdp2Options(postpone_reduction=True),
+        # A block with weights in all models, and not the frozen one of all.
+        "ignored": Fsdp2Options(ignored=(units[2],)),
+    }.items():
+        yield f"fsdp2-{name}", replace(plan, fsdp2=options)

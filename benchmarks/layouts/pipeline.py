@@ -7,6 +7,16 @@ from collections.abc import Iterator
 from benchmarks.layouts import even_cuts
 from bigmodel.plans import Mesh, Plan, Stages
 
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "interleaved-zb": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+"""Stages on a rank."""
+
 
 def layouts(
     world: int, units: tuple[str, ...], elements: int
@@ -18,10 +28,12 @@ def layouts(
         meshes["-ddp"] = Mesh(pipeline=2, replicate=2)
         meshes["-fsdp2"] = Mesh(pipeline=2, shard=2)
     for suffix, mesh in meshes.items():
-        for schedule in ("gpipe", "1f1b"):
-            if suffix and schedule == "gpipe":
+        for schedule, laps in SCHEDULES.items():
+            if suffix and schedule not in ("1f1b", "interleaved"):
                 continue
-            cuts = even_cuts(units, mesh.pipeline)
+            if laps * mesh.pipeline > len(units):
+                continue
+            cuts = even_cuts(units, laps * mesh.pipeline)
             yield (
                 schedule + suffix,
                 Plan(
@@ -29,7 +41,6 @@ def layouts(
                     mesh=mesh,
                     units=units,
                     stages=Stages(schedule=schedule, cuts=cuts),
-                    # torch's 1F1B needs a micro-batch for every stage.
-                    accumulation=mesh.pipeline if schedule == "1f1b" else 1,
+                    accumulation=1 if schedule == "gpipe" else len(cuts) + 1,
                 ),
             )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.layouts import all_layouts
+from benchmarks.layouts import all_layouts, not_here
 from bigmodel.backends.backend import refusals
 from bigmodel.backends.catalog import BACKENDS
 from bigmodel.plans import Plan, Precision, RecomputePolicy
@@ -109,7 +109,7 @@ def _cases(
             recompute=(recompute,) * len(layout.units),
             precision=precision,
         )
-        if list(refusals(BACKENDS.get(plan.backend), plan)):
+        if not_here(plan) or list(refusals(BACKENDS.get(plan.backend), plan)):
             continue
         yield Case(
             name=f"{model} {label} {recompute} x{accumulation} {precision}",

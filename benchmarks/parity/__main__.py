@@ -13,8 +13,9 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.layouts import not_here
 from benchmarks.parity.cases import WORLDS, cases
-from benchmarks.parity.comparison import deviation, run_matrix
+from benchmarks.parity.comparison import Deviation, deviation, run_matrix
 
 SECONDS = 3000
 
@@ -36,8 +37,9 @@ def main() -> None:
             for case in cases(world, quick=options.quick):
                 if options.only and not case.name.startswith(tuple(options.only)):
                     continue
-                found = deviation(case, folder, output)
-                faults = found.faults(case)
+                reason = not_here(case.plan)
+                found = Deviation() if reason else deviation(case, folder, output)
+                faults = [] if reason else found.faults(case)
                 rows.append(
                     {
                         "processes": world,
@@ -45,8 +47,12 @@ def main() -> None:
                         "plan": case.plan.describe(),
                         **asdict(found),
                         "faults": faults,
+                        "not_run": reason,
                     }
                 )
+                if reason:
+                    print(f"{world} {case.name:36} not run: {reason}", flush=True)
+                    continue
                 print(
                     f"{world} {case.name:36} losses {found.losses:.1e} weights "
                     f"{found.weights:.1e} {'; '.join(faults)[-300:] or 'ok'}",
@@ -56,7 +62,8 @@ def main() -> None:
     (options.out / "parity.json").write_text(json.dumps(rows, indent=1) + "\n")
     (options.out / "parity.md").write_text(_table(rows))
     bad = sum(bool(row["faults"]) for row in rows)
-    print(f"{len(rows)} cases, {bad} beyond their bounds")
+    absent = sum(bool(row["not_run"]) for row in rows)
+    print(f"{len(rows)} cases, {bad} beyond their bounds, {absent} not run")
     raise SystemExit(bad > 0)
 
 
@@ -65,7 +72,11 @@ def _table(rows: list[dict]) -> str:
     lines = ["| " + " | ".join((*head, "verdict")) + " |", "|---" * 8 + "|"]
     for row in rows:
         numbers = [f"{row[key]:.1e}" for key in head[2:]]
-        verdict = "; ".join(row["faults"]).splitlines()[-1:] or ["within bounds"]
+        if row["not_run"]:
+            numbers = [""] * len(numbers)
+        verdict = "; ".join(row["faults"]).splitlines()[-1:]
+        absent = row["not_run"] and f"not run: {row['not_run']}"
+        verdict = verdict or [absent or "within bounds"]
         cells = [str(row["processes"]), row["case"], *numbers, *verdict]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

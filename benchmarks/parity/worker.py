@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 
+from benchmarks.layouts import not_here
 from benchmarks.parity.cases import STEPS, Case, cases
 from benchmarks.parity.models import SUBJECTS, make_model, make_optimizer
 from benchmarks.parity.reference import optimizer_over, sample_batch
@@ -86,6 +87,8 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     for case in cases(dist.get_world_size(), quick=quick):
         if names and not case.name.startswith(tuple(names)):
+            continue
+        if not_here(case.plan):
             continue
         begin = time.perf_counter()
         try:

@@ -45,6 +45,10 @@ class AbstractBackend(ABC):
     """Whether the search considers it without being asked by name."""
     precisions: ClassVar[tuple[str, ...]] = PRECISIONS
     """Number formats that it trains in."""
+    fills_from_first_rank: ClassVar[bool] = False
+    """Its engine takes a model on the `meta` device on all ranks but the first, and
+    gives every rank rank 0's values itself; no other rank ever holds the whole model.
+    """
 
     @abstractmethod
     def violations(

@@ -50,7 +50,8 @@ class Job:
 
     plan: Plan
     model: nn.Module
-    """The whole model with its initial weights, in fp32 and on the CPU."""
+    """The whole model with its initial weights, in fp32 and on the CPU; on ranks
+    above 0 perhaps on `meta`, for backends that fill from the first rank."""
     optimizer: OptimizerFactory
     loss: LossFunction | None
     """None: the model's own output holds the loss."""

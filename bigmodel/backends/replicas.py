@@ -50,6 +50,7 @@ class Replica(AbstractPart):
         walk: The units of this rank.
         stepped: The parameters whose optimizer states this rank keeps; None: all. The
             others come from the ranks that step them.
+        batch: Whether the batch is held here, and not by several parts' owner.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class Replica(AbstractPart):
         builder: ProgramBuilder,
         walk: Walk,
         stepped: Sequence[Param] | None = None,
+        *,
+        batch: bool = True,
     ) -> None:
         self.walk = walk
         self._plan = plan
@@ -84,7 +87,7 @@ class Replica(AbstractPart):
         if self._bucketed:
             builder.hold(BUCKETS, self._elements * self._width)
             builder.hold(HOOK, self._hook.held)
-        hold_inputs(builder, costs, plan, walk.steps)
+        hold_inputs(builder, costs, plan, walk.steps, batch=batch)
 
     def forward(self, index: int) -> None:
         """Write the forward of a micro-batch."""
@@ -115,13 +118,15 @@ class Replica(AbstractPart):
 
     def update(self) -> None:
         """Write the optimizer's step and the end of the gradients."""
+        self.step()
+        self.drop_gradients()
+
+    def step(self) -> None:
+        """Write the optimizer's step."""
         builder, plan = self._builder, self._plan
-        views = self._bucketed and plan.ddp.gradient_views
-        held = 0 if views else self._elements * self._width
         if self._width == 2:
             builder.allocate(GRADIENTS, self._elements * 4, "gradients to fp32")
-            builder.allocate(GRADIENTS, -held, "drop bfloat16 gradients")
-            held = self._elements * 4
+            builder.allocate(GRADIENTS, -self._own_gradients, "drop half gradients")
         largest = max((p.elements for p in self._stepped), default=0)
         builder.add(
             Task(
@@ -140,7 +145,17 @@ class Replica(AbstractPart):
                     after=(builder.last,),
                 )
             )
-        builder.allocate(GRADIENTS, -held, "drop gradients")
+
+    def drop_gradients(self) -> None:
+        """Write the end of the gradients."""
+        held = self._elements * 4 if self._width == 2 else self._own_gradients
+        self._builder.allocate(GRADIENTS, -held, "drop gradients")
+
+    @property
+    def _own_gradients(self) -> int:
+        """Bytes of the gradients that autograd made, beyond the buckets."""
+        views = self._bucketed and self._plan.ddp.gradient_views
+        return 0 if views else self._elements * self._width
 
     def _fill(self, size: int, task: int) -> None:
         self._bucket += size

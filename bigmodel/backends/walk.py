@@ -105,9 +105,17 @@ def trainable(steps: Sequence[Step]) -> list[Param]:
     return [p for step in steps for p in step.owned if p.trainable]
 
 
-def hold_inputs(builder: ProgramBuilder, costs: Costs, plan: Plan, steps) -> None:
+def hold_inputs(
+    builder: ProgramBuilder, costs: Costs, plan: Plan, steps, *, batch: bool = True
+) -> None:
     """Hold what every engine keeps whole: the buffers and the batch of one step."""
     builder.hold(BUFFERS, sum(step.unit.buffer_bytes for step in steps))
+    if batch:
+        hold_batch(builder, costs, plan)
+
+
+def hold_batch(builder: ProgramBuilder, costs: Costs, plan: Plan) -> None:
+    """Hold the batch of one step."""
     builder.hold(BATCH, costs.model.sample_bytes * plan.local_batch)
 
 
@@ -154,6 +162,8 @@ class Walk:
         self.costs = costs
         self.builder = builder
         self.steps = steps
+        self.backward_share = 1.0
+        """What of the seconds of a backward is written; a part may come apart."""
 
     def forward(
         self,
@@ -198,10 +208,11 @@ class Walk:
             waits = before(index) if before else ()
             label = f"backward {name} {step.label}"
             if on_gradients is None:
-                self._compute(self._whole(step, "backward"), label, waits)
+                segment = self._whole(step, "backward")
+                self._compute(segment, label, waits, self.backward_share)
             else:
                 for segment in self._segments(step, "backward"):
-                    task = self._compute(segment, label, waits)
+                    task = self._compute(segment, label, waits, self.backward_share)
                     waits = ()
                     if segment.gradients:
                         on_gradients(segment.gradients, task)
@@ -211,6 +222,10 @@ class Walk:
             if after:
                 after(index)
         self._ends("backward_end", f"end of backward {name}")
+
+    def backward_seconds(self) -> float:
+        """Return the seconds of the backward of one micro-batch."""
+        return sum(self._whole(step, "backward").seconds for step in self.steps)
 
     def residue(self) -> dict[str, int]:
         """Return, by holder, the bytes that a micro-batch leaves live at its end.
@@ -245,11 +260,17 @@ class Walk:
             receives_gradient=step.receives_gradient,
         )
 
-    def _compute(self, segment: Segment, label: str, waits: tuple[int, ...]) -> int:
+    def _compute(
+        self,
+        segment: Segment,
+        label: str,
+        waits: tuple[int, ...],
+        share: float = 1.0,
+    ) -> int:
         return self.builder.add(
             Task(
                 label=label,
-                seconds=segment.seconds,
+                seconds=segment.seconds * share,
                 after=waits,
                 change=segment.change,
                 surge=segment.surge,

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from bigmodel.cli.estimate_command import estimate_command
+from bigmodel.cli.export_command import export_command
 from bigmodel.cli.faults import INTERRUPTED
+from bigmodel.cli.horovod_check_command import horovod_check_command
 from bigmodel.cli.plan_command import plan_command
 from bigmodel.cli.run_command import run_command
 
@@ -21,6 +23,8 @@ app = typer.Typer(
 app.command("plan")(plan_command)
 app.command("estimate")(estimate_command)
 app.command("run")(run_command)
+app.command("export")(export_command)
+app.command("hvd-check")(horovod_check_command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -67,6 +67,12 @@ class Node:
     """Between the devices of the machine."""
     host_memory: int = 0
     """Bytes of host memory; 0: unknown."""
+    host_link: Link = field(default_factory=lambda: Link(bandwidth=24e9, latency=10e-6))
+    """Between a device and host memory, as one device sees it; PCIe 4.0 x16 unless it
+    is known."""
+    host_bandwidth: float = 200e9
+    """Bytes per second of host memory, for all processors together; one socket with
+    8 channels of DDR4-3200 has 204.8e9."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

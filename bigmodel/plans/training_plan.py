@@ -18,6 +18,7 @@ from bigmodel.plans.options import (
     Offload,
 )
 from bigmodel.plans.options.checks import one_of
+from bigmodel.schedules import SCHEDULES, count_refusal, stages_of
 
 Precision = Literal["fp32", "bf16", "fp16", "autocast", "autocast-fp16"]
 """`fp32`; `bf16`, `fp16`: forward and backward in that type with master weights and
@@ -38,7 +39,8 @@ class Stages:
     """How a pipeline cuts the model and orders its work."""
 
     schedule: str
-    """Name of the schedule: `gpipe`, `1f1b`."""
+    """Name of the schedule: `gpipe`, `1f1b`, `interleaved`, `interleaved-zb`, `zbv`,
+    `dualpipev`. All but the first two have several stages on a rank."""
     cuts: tuple[int, ...]
     """Index in `Plan.units` of the first unit of every stage but the first. What comes
     before the first unit (embeddings) belongs to the first stage, what comes after the
@@ -110,6 +112,20 @@ class Plan:
     def recomputes(self, unit: int) -> RecomputePolicy:
         """Return the recompute policy of the unit with this index."""
         return self.recompute[unit] if self.recompute else "none"
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages that the model is cut into; several may share a rank."""
+        return len(self.stages.cuts) + 1 if self.stages else 1
+
+    def rank_stages(self, pipeline_rank: int) -> tuple[int, ...]:
+        """Return the stages of one rank of a pipeline, first one first."""
+        if self.stages is None:
+            return (0,)
+        placement = "one"
+        if self.stages.schedule in SCHEDULES:
+            placement = SCHEDULES.get(self.stages.schedule).placement
+        return stages_of(pipeline_rank, self.mesh.pipeline, self.num_stages, placement)
 
     def stage_of(self, unit: int) -> int:
         """Return the pipeline stage that holds the unit with this index."""
@@ -204,17 +220,21 @@ def _stage_violations(plan: Plan):
                 cure="set stages=Stages(schedule='1f1b', cuts=...)",
             )
         return
-    cuts = plan.stages.cuts
-    if len(cuts) != count - 1:
+    cuts, stages = plan.stages.cuts, plan.num_stages
+    if plan.stages.schedule in SCHEDULES:
+        placement = SCHEDULES.get(plan.stages.schedule).placement
+        refusal = count_refusal(count, stages, placement)
+        if refusal:
+            yield Violation(
+                field="stages.cuts",
+                got=cuts,
+                rule=f"{len(cuts)} cuts make {stages} stages, and of schedule "
+                f"{plan.stages.schedule!r} {refusal}",
+            )
+    if stages > len(plan.units):
         yield Violation(
             field="stages.cuts",
             got=cuts,
-            rule=f"{count} stages need {count - 1} cuts",
-        )
-    if count > len(plan.units):
-        yield Violation(
-            field="mesh.pipeline",
-            got=count,
             rule=f"there cannot be more stages than units, and the plan names "
             f"{len(plan.units)} units",
             cure=f"use at most {max(len(plan.units), 1)} stages",

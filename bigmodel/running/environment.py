@@ -5,6 +5,8 @@ torchrun            RANK           LOCAL_RANK      WORLD_SIZE     LOCAL_WORLD_SI
 accelerate launch   the same as torchrun
 deepspeed           RANK           LOCAL_RANK      WORLD_SIZE     LOCAL_SIZE
 srun                SLURM_PROCID   SLURM_LOCALID   SLURM_NTASKS   not said
+horovodrun          HOROVOD_RANK   HOROVOD_LOCAL_  HOROVOD_SIZE   HOROVOD_LOCAL_SIZE
+                                   RANK
 none                0              0               1              1
 """
 
@@ -29,7 +31,8 @@ class Process:
     """One process among those that were started together."""
 
     launcher: str
-    """Who started it: `torchrun`, `deepspeed`, `srun`, `none`, or `unknown`."""
+    """Who started it: `torchrun`, `deepspeed`, `srun`, `horovodrun`, `none`, or
+    `unknown`."""
     rank: int
     local_rank: int
     """Index among the processes of this machine."""
@@ -54,6 +57,8 @@ def read_process() -> Process:
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_ranks(env)
+    if "HOROVOD_RANK" in env and "HOROVOD_SIZE" in env:
+        return _from_horovod(env)
     # Without a step, SLURM_PROCID is that of the batch script, which runs alone.
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
         return _from_slurm(env)
@@ -110,6 +115,26 @@ def _from_slurm(env: Mapping[str, str]) -> Process:
     )
 
 
+def _from_horovod(env: Mapping[str, str]) -> Process:
+    # The launcher's own port differs from job to job; theirs must too.
+    launcher_port = _number(env, "HOROVOD_GLOO_RENDEZVOUS_PORT", _DEFAULT_PORT)
+    local = env.get("HOROVOD_LOCAL_SIZE")
+    return Process(
+        launcher="horovodrun",
+        rank=_number(env, "HOROVOD_RANK", 0),
+        local_rank=_number(env, "HOROVOD_LOCAL_RANK", 0),
+        world_size=_number(env, "HOROVOD_SIZE", 1),
+        local_world_size=None if local is None else int(local),
+        # Only on one machine, or where horovodrun was called on that of rank 0, is its
+        # address the right one; elsewhere MASTER_ADDR says more.
+        master_address=env.get("MASTER_ADDR")
+        or env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1"),
+        master_port=_number(env, "MASTER_PORT", 20000 + launcher_port % 12000),
+        store_runs=False,
+        plan_path=env.get("BIGMODEL_PLAN"),
+    )
+
+
 def first_host(hosts: str) -> str:
     """Return the first host of a SLURM list such as `gpu[003-007,9],login`."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", hosts)
@@ -148,6 +173,11 @@ def publish(process: Process) -> None:
         ("MASTER_PORT", process.master_port),
     ):
         os.environ.setdefault(name, str(value))
+
+
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set variables that a library reads when it starts in this process."""
+    os.environ.update(values)
 
 
 @contextmanager

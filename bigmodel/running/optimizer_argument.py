@@ -33,7 +33,7 @@ def as_factory(
                 "as lambda params: torch.optim.AdamW(params, lr=1e-3), or an optimizer"
             )
         return optimizer
-    if optimizer.state:
+    if any(_has_stepped(state) for state in optimizer.state.values()):
         raise UsageError(
             "the optimizer has already stepped, and its states cannot be moved to the "
             "plan's shards; give a fresh one, or a factory, and load a checkpoint"
@@ -43,6 +43,11 @@ def as_factory(
         if name not in factory.groups:
             parameter.requires_grad_(False)
     return factory
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    # Adagrad makes its states when it is built, with step 0.
+    return float(state.get("step", 1)) > 0
 
 
 @final

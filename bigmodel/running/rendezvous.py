@@ -73,14 +73,21 @@ def join(
     if not ready:
         publish(process)
         dist.init_process_group(
-            # The CPU is always reachable, for objects and checkpoints.
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            group_backend(device.type),
             store=PrefixStore("group", store),
             rank=rank,
             world_size=started,
             timeout=timedelta(seconds=timeout),
         )
     return Membership(rank=rank, world=started, store=store, owns_group=not ready)
+
+
+def group_backend(device_type: str) -> str:
+    """Return the backends of the process group, as torch spells them.
+
+    The CPU is always reachable: for objects, checkpoints, and offloaded gradients.
+    """
+    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
 def _check_world(plan: Plan, started: int) -> None:

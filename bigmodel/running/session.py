@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigmodel.backends.batch import num_samples, split, to_device
+from bigmodel.backends.catalog import BACKENDS
 from bigmodel.backends.engine import (
     AbstractEngine,
     Batch,
@@ -26,9 +27,14 @@ from bigmodel.backends.engines import build_engine
 from bigmodel.errors import OutOfMemoryError, UsageError, Violation
 from bigmodel.plans import Plan, document
 from bigmodel.running.environment import choose_device, read_process
+from bigmodel.running.horovod_start import start_horovod
 from bigmodel.running.lookout import Lookout
 from bigmodel.running.loss_shares import CountTargets, LossShares, target_counter
-from bigmodel.running.model_argument import as_model, copy_from_first_rank
+from bigmodel.running.model_argument import (
+    as_empty_model,
+    as_model,
+    copy_from_first_rank,
+)
 from bigmodel.running.optimizer_argument import as_factory
 from bigmodel.running.own_loop import OwnLoop
 from bigmodel.running.plan_argument import as_plan
@@ -79,6 +85,8 @@ def prepare(
     Args:
         plan: A plan, the path of a plan file, or what `bigmodel.plan` returned.
         model: A module, or a function that makes one. All ranks get rank 0's weights.
+            Under backend `fsdp2` the function makes real weights on rank 0 only, where
+            it can be run on torch's `meta` device on the others.
         optimizer: A function from parameters to an optimizer, or a fresh optimizer over
             the model's parameters.
         loss: From the model's output and the batch to the mean loss, a scalar. None:
@@ -108,7 +116,10 @@ def prepare(
     member = join(decided, process, device, timeout)
     lookout = Lookout(member)
     try:
-        module = as_model(model, seed)
+        start_horovod(decided, process, member, timeout)
+        fills = BACKENDS.get(decided.backend).fills_from_first_rank
+        empty = fills and member.rank > 0
+        module = (as_empty_model if empty else as_model)(model, seed)
         factory = as_factory(optimizer, module)
         module.train()
         torch.manual_seed(seed + decided.mesh.data_rank(member.rank))
@@ -121,7 +132,7 @@ def prepare(
             device=device,
         )
         with lookout.watch("prepare"), _memory_errors(decided):
-            if member.world > 1:
+            if member.world > 1 and not fills:
                 copy_from_first_rank(module, device)
             engine = build_engine(job)
         shares = LossShares(decided, device, target_counter(module, loss, targets))

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Phase = Literal["F", "B", "I", "W"]
+"""Forward; backward; or backward in two parts: gradients of inputs, then of weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """A stage does one phase of one micro-batch; prints as `0F3`."""
 
     stage: int
-    phase: Literal["F", "B"]
+    phase: Phase
     micro_batch: int
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bigmodel.schedules.action import Action, Rows
 
 
-def rows(num_stages: int, num_micro_batches: int) -> Rows:
+def rows(num_ranks: int, num_stages: int, num_micro_batches: int) -> Rows:
     """Return the actions of every rank, one stage a rank."""
     return tuple(
         tuple(Action(stage, "F", index) for index in range(num_micro_batches))

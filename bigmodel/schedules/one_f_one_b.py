@@ -14,7 +14,7 @@ from __future__ import annotations
 from bigmodel.schedules.action import Action, Rows
 
 
-def rows(num_stages: int, num_micro_batches: int) -> Rows:
+def rows(num_ranks: int, num_stages: int, num_micro_batches: int) -> Rows:
     """Return the actions of every rank, one stage a rank."""
     return tuple(
         _row(stage, num_stages, num_micro_batches) for stage in range(num_stages)
@@ -29,3 +29,10 @@ def _row(stage: int, num_stages: int, count: int) -> tuple[Action, ...]:
         row.append(Action(stage, "F", warm_up + index))
     row += [Action(stage, "B", index) for index in range(count - warm_up, count)]
     return tuple(row)
+
+
+def refusal(num_ranks: int, num_stages: int, num_micro_batches: int) -> str:
+    """Return why torch refuses to run it."""
+    if num_micro_batches < num_stages:
+        return f"it needs a micro-batch for each of {num_stages} stages"
+    return ""

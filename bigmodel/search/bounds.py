@@ -21,12 +21,20 @@ class Bounds:
         for every micro-batch and the others once, to fill and to drain.
         """
         per_stage = [
-            sum(self._unit(plan, index) for index in plan.stage_units(stage))
-            for stage in range(plan.mesh.pipeline)
+            sum(
+                self._unit(plan, index)
+                for stage in plan.rank_stages(rank)
+                for index in plan.stage_units(stage)
+            )
+            for rank in range(plan.mesh.pipeline)
         ]
         ends = self._ends(plan)
+        last = owner_of_last(plan)
         per_stage[0] += ends[0]
-        per_stage[-1] += ends[1]
+        per_stage[last] += ends[1]
+        if plan.num_stages > plan.mesh.pipeline:
+            # Stages of one rank overlap with those of others even in one micro-batch.
+            return plan.accumulation * max(per_stage)
         return sum(per_stage) + (plan.accumulation - 1) * max(per_stage)
 
     def memory(self, plan: Plan) -> int:
@@ -40,6 +48,8 @@ class Bounds:
         if plan.backend == "deepspeed":
             sharded = weights / shard if plan.zero_stage == 3 else weights
             return int(sharded + (states + masters) / shard)
+        if plan.backend == "fsdp2" and plan.offload.parameters != "device":
+            return 0
         if shard > 1:
             return int((4 * model.elements + states) / shard / stages)
         return int((weights + masters + states) / stages)
@@ -65,3 +75,9 @@ class Bounds:
                 for segment in self._costs.segments(unit, policy, phase, micro_batch)
             )
         return self._seconds[key]
+
+
+def owner_of_last(plan: Plan) -> int:
+    """Return the pipeline rank that holds the last stage."""
+    last = plan.num_stages - 1
+    return next(r for r in range(plan.mesh.pipeline) if last in plan.rank_stages(r))

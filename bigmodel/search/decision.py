@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,12 @@ class Decision:
                 "device_total_bytes": self.best.fullest.device_total,
             },
         )
+
+    def accelerator(self, **keywords: Any) -> Any:
+        """Return the chosen plan as an `Accelerator`: `bigmodel.accelerator`."""
+        # By name: planning knows no torch, and nothing above it.
+        exporting = importlib.import_module("bigmodel.api.exporting")
+        return exporting.accelerator(self.plan, **keywords)
 
     def __str__(self) -> str:
         lines = [

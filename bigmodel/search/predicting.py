@@ -33,7 +33,7 @@ def predict(plan: Plan, costs: Costs, *, spans: bool = True) -> Estimate:
     raise_if_any(list(violations(plan, costs.model, costs.cluster)), UsageError)
     programs, timelines, seconds = _simulate(plan, costs, spans)
     ranks = tuple(
-        _memory(plan, costs, program.ranks or plan.mesh.stage_ranks(index), timeline)
+        _memory(plan, costs, program, index, timeline)
         for index, (program, timeline) in enumerate(
             zip(programs, timelines, strict=True)
         )
@@ -83,8 +83,9 @@ def _simulate(
 
 
 def _memory(
-    plan: Plan, costs: Costs, ranks: tuple[int, ...], timeline: Timeline
+    plan: Plan, costs: Costs, program: Program, index: int, timeline: Timeline
 ) -> RankMemory:
+    ranks = program.ranks or plan.mesh.stage_ranks(index)
     peak = timeline.peak
     base = sum(count for _, count in timeline.base)
     tensors = tuple(
@@ -103,4 +104,5 @@ def _memory(
         device_total=reserved + sum(term.num_bytes for term in outside),
         moment=peak.moment,
         terms=tuple(terms),
+        host=sum(count for _, count in program.host),
     )

@@ -39,6 +39,8 @@ class RankMemory:
     """What runs when `allocated` is at its peak."""
     terms: tuple[Term, ...]
     """Who holds `device_total`, largest first; they add up to it."""
+    host: int = 0
+    """Bytes that the plan keeps in the machine's memory for this rank."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -48,6 +50,7 @@ class RankMemory:
             "peak_allocated_bytes": self.allocated,
             "peak_reserved_bytes": self.reserved,
             "device_total_bytes": self.device_total,
+            "host_bytes": self.host,
             "moment": self.moment,
             "terms": [
                 {"name": t.name, "bytes": t.num_bytes, "because": t.because}

@@ -46,6 +46,8 @@ class Program:
     """What is live before the step and after it."""
     ranks: tuple[int, ...] = ()
     """Ranks that run it; empty: all of the pipeline stage with the program's index."""
+    host: Holdings = ()
+    """What the rank keeps in its machine's memory, which is not the device's."""
 
 
 def merge(*holdings: Holdings) -> Holdings:
@@ -73,10 +75,15 @@ class ProgramBuilder:
         self._ranks = ranks
         self._tasks: list[Task] = []
         self._base: list[tuple[str, int]] = []
+        self._host: list[tuple[str, int]] = []
 
     def hold(self, kind: str, num_bytes: float) -> None:
         """Note what is live through the whole step."""
         self._base.append((kind, int(num_bytes)))
+
+    def hold_on_host(self, kind: str, num_bytes: float) -> None:
+        """Note what lies in the machine's memory through the whole step."""
+        self._host.append((kind, int(num_bytes)))
 
     def add(self, task: Task) -> int:
         """Append a task and return its index."""
@@ -95,5 +102,8 @@ class ProgramBuilder:
     def build(self) -> Program:
         """Return the program."""
         return Program(
-            tasks=tuple(self._tasks), base=merge(tuple(self._base)), ranks=self._ranks
+            tasks=tuple(self._tasks),
+            base=merge(tuple(self._base)),
+            ranks=self._ranks,
+            host=merge(tuple(self._host)),
         )

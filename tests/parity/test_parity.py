@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.layouts import not_here
 from benchmarks.parity.cases import WORLDS, Case, cases
 from benchmarks.parity.comparison import deviation, run_matrix
 
@@ -35,4 +36,6 @@ def outcome(tmp_path_factory) -> Callable[[int], tuple[Path, str]]:
     ],
 )
 def test_equals_one_process(outcome, world: int, case: Case) -> None:
+    if reason := not_here(case.plan):
+        pytest.skip(reason)
     assert deviation(case, *outcome(world)).faults(case) == []

@@ -35,6 +35,8 @@ class ShardedOptimizerFactory(NamedOptimizerFactory):
         def part(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
             return rebuild(whole, groups)
 
+        # Adagrad has made its states already, and `part` keeps the optimizer.
+        whole.state.clear()
         # The groups as the user made them, with every setting of theirs. torch calls
         # what it takes for a class with those of this rank.
         groups = [dict(group) for group in whole.param_groups]

@@ -35,15 +35,16 @@ def check_all_used(
             raise
         every = list(params)
         names = [every[int(index)] for index in found.group(1).split()]
-        raise UsageError(_unused(names, first)) from None
+        before = not first or all(params[name].grad is not None for name in names)
+        raise UsageError(_unused(names, before)) from None
 
 
-def _unused(names: list[str], first: bool) -> str:
+def _unused(names: list[str], before: bool) -> str:
     modules = dict.fromkeys(name.rpartition(".")[0] or "the model" for name in names)
     when = (
-        "in the first step"
-        if first
-        else "in this step, while they were used in the steps before"
+        "in this micro-batch, while they had been used before"
+        if before
+        else "in the first step, and were never used so far"
     )
     return (
         f"{len(names)} parameters got no gradient {when}: {', '.join(names)} (of "

@@ -7,10 +7,12 @@ from typing import final
 
 from bigmodel.backends.backend import AbstractBackend, divisors
 from bigmodel.backends.fsdp2 import shadow
+from bigmodel.backends.fsdp2.rules import ignored_violations, offload_violations
+from bigmodel.backends.sharding_rules import sharding_violations
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
 from bigmodel.models import ModelSpec
-from bigmodel.plans import Fsdp2Options, Mesh, Plan
+from bigmodel.plans import Fsdp2Options, Mesh, Offload, Plan
 from bigmodel.simulator import Costs, Program
 
 
@@ -19,12 +21,13 @@ class Fsdp2(AbstractBackend):
     """Everything is sharded; weights are gathered block by block."""
 
     name = "fsdp2"
-    obeys = frozenset({"fsdp2"})
+    obeys = frozenset({"fsdp2", "offload"})
+    fills_from_first_rank = True
 
     def violations(
         self, plan: Plan, model: ModelSpec | None, cluster: Cluster | None
     ) -> Iterator[Violation]:
-        """Yield stages, which are the pipeline's business."""
+        """Yield stages, offloading by halves, and modules that cannot be ignored."""
         if plan.mesh.pipeline > 1:
             yield Violation(
                 field="mesh.pipeline",
@@ -39,9 +42,12 @@ class Fsdp2(AbstractBackend):
                 rule="backend 'fsdp2' shards; there is nothing to shard among 1 rank",
                 cure="use backend 'ddp'",
             )
+        yield from sharding_violations(plan)
+        yield from offload_violations(plan, model, cluster)
+        yield from ignored_violations(plan, model)
 
     def layouts(self, costs: Costs) -> Iterator[Plan]:
-        """Yield full sharding and every hybrid, resharding or not."""
+        """Yield full sharding and every hybrid, resharding or not, and offloading."""
         world = costs.cluster.world
         for shard in divisors(world)[1:]:
             mesh = Mesh(replicate=world // shard, shard=shard)
@@ -52,6 +58,13 @@ class Fsdp2(AbstractBackend):
                     units=costs.model.units,
                     fsdp2=Fsdp2Options(reshard_after_forward=reshard),
                 )
+        if world > 1 and costs.cluster.device.kind == "cuda":
+            yield Plan(
+                backend=self.name,
+                mesh=Mesh(shard=world),
+                units=costs.model.units,
+                offload=Offload(parameters="cpu", optimizer="cpu"),
+            )
 
     def programs(
         self, plan: Plan, costs: Costs, micro_batches: int

@@ -6,19 +6,30 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from bigmodel.backends.engine import AbstractEngine, Batch, Job, Update
+from bigmodel.backends.first_rank import FirstRankValues, check_same_structure
+from bigmodel.backends.fsdp2.methods import open_methods
+from bigmodel.backends.fsdp2.whole_parameters import (
+    WholeParameters,
+    clip_shards_and_whole,
+    separate_groups,
+)
 from bigmodel.backends.recompute import apply_recompute
 from bigmodel.backends.sharding import shard
 from bigmodel.backends.state_files import load_state, save_state
 from bigmodel.backends.updating import Updater
 from bigmodel.backends.whole_model import AbstractWholeModelEngine
+from bigmodel.errors import UsageError
 from bigmodel.observe.blocks import get_blocks
 from bigmodel.plans import Plan
 
@@ -33,21 +44,45 @@ class Fsdp2Engine(AbstractWholeModelEngine):
     """Every block and the rest of the model is one group of shards.
 
     Gradients are reduced to shards after every micro-batch, as FSDP2 does by default
-    and as the memory of a plan assumes: postponing it would keep whole gradients in
-    fp32. With `replicate` > 1 only the shards of the last micro-batch's sum travel
-    between the replicas. Weights stay fp32 shards, so they are their own masters.
+    and as the memory of a plan assumes; `postpone_reduction` keeps whole gradients
+    until the last one. With `replicate` > 1 only the shards of the last micro-batch's
+    sum travel between the replicas. Weights stay fp32 shards, so they are their own
+    masters.
+
+    Values are those of rank 0. The other ranks may have a model on the `meta` device:
+    a group of weights is made, filled and sharded before the next one.
     """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         plan = job.plan
         self._model = model = job.model
+        check_same_structure(model)
+        if plan.offload.parameters == "cpu":
+            _check_cpu_collectives()
         blocks = get_blocks(model, plan.units)
         apply_recompute(blocks, plan)
-        self._root = shard(model, blocks, plan, _mesh(plan, job.device))
-        self._updater = Updater(
-            model, job.optimizer, plan, job.clip_norm, own_masters=False
+        self._whole = WholeParameters(model, plan.fsdp2.ignored)
+        self._root = shard(
+            model,
+            blocks,
+            plan,
+            _mesh(plan, job.device),
+            ignored=self._whole.parameters,
+            fill=FirstRankValues(job.device).fill,
         )
+        _check_values(model)
+        open_methods(model, plan.fsdp2.methods)
+        self._updater = Updater(
+            model,
+            job.optimizer,
+            plan,
+            job.clip_norm,
+            clip=clip_shards_and_whole if plan.fsdp2.ignored else None,
+            own_masters=False,
+        )
+        if plan.fsdp2.ignored and self._updater.optimizer is not None:
+            separate_groups(self._updater.optimizer)
 
     @property
     def module(self) -> nn.Module:
@@ -62,6 +97,8 @@ class Fsdp2Engine(AbstractWholeModelEngine):
     def begin(self, *, last: bool) -> None:
         """Keep buffers between micro-batches, and replicas apart until the last."""
         self._root.set_is_last_backward(last)
+        if self._plan.fsdp2.postpone_reduction:
+            self._root.set_requires_gradient_sync(last)
         if self._plan.mesh.replicate > 1:
             self._root.set_requires_all_reduce(last)
 
@@ -75,19 +112,32 @@ class Fsdp2Engine(AbstractWholeModelEngine):
 
     def update(self) -> Update:
         """Clip, step and drop the gradients."""
+        self._whole.average_gradients()
         return self._updater.update()
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the loss of this rank's batch; weights are gathered meanwhile."""
         loss = super().evaluate(batch)
-        # Without a backward the root group would stay gathered until the next one.
-        self._root.reshard()
+        # Without a backward gathered weights would stay until the next one.
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return loss
 
     def model_state(self) -> dict[str, Tensor]:
         """Gather the weights, one at a time, to rank 0."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return dict(_tensors(get_model_state_dict(self._model, options=options)))
+        state = get_model_state_dict(self._model, options=options)
+        # What is whole on every rank is handed out as it is; shards are gathered anew.
+        held = {
+            value.untyped_storage().data_ptr()
+            for value in (*self._model.parameters(), *self._model.buffers())
+            if not isinstance(value, DTensor)
+        }
+        return {
+            name: value.clone() if value.untyped_storage().data_ptr() in held else value
+            for name, value in _tensors(state)
+        }
 
     def save(self, folder: str) -> None:
         """Write the shards of all ranks."""
@@ -102,6 +152,39 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for name, value in state.items():
         if isinstance(value, Tensor):
             yield name, value
+
+
+def _check_cpu_collectives() -> None:
+    """Find out now, not at the first step, whether offloaded gradients can be reduced.
+
+    Raises:
+        UsageError: The process group cannot reduce tensors in the CPU's memory.
+    """
+    backends = dist.get_backend_config()
+    if "cpu" not in backends:
+        raise UsageError(
+            f"offloaded gradients are clipped in the CPU's memory, and the process "
+            f"group has only {backends}; let bigmodel make the group, or make it with "
+            'init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    dist.all_reduce(torch.zeros(()))
+
+
+def _check_values(model: nn.Module) -> None:
+    """Make sure that the weights are where and what the plan says.
+
+    Raises:
+        UsageError: A tensor has no values, or a weight is not its own fp32 master.
+    """
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.is_meta:
+            raise UsageError(f"{name!r} has no values: it is on the meta device")
+    for name, value in model.named_parameters():
+        if value.is_floating_point() and value.dtype != torch.float32:
+            raise UsageError(
+                f"{name!r} is {value.dtype} and not float32, so that small updates "
+                "would be lost; make the model in float32, the plan casts it"
+            )
 
 
 def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:

@@ -33,9 +33,7 @@ class DistributedOptimizerFactory(NamedOptimizerFactory):
         return self._hvd.DistributedOptimizer(
             build_optimizer(self._factory, params),
             named_parameters=list(params.items()),
-            compression=getattr(
-                self._hvd.Compression, self._plan.horovod.compression
-            ),
+            compression=getattr(self._hvd.Compression, self._plan.horovod.compression),
             backward_passes_per_step=self._plan.accumulation,
             op=self._hvd.Average,
         )

@@ -22,7 +22,7 @@ class AbstractCut(ABC):
     def __init__(self, job: Job, stage: int) -> None:
         self.model: nn.Module = job.model
         self.is_first = stage == 0
-        self.is_last = stage == job.plan.mesh.pipeline - 1
+        self.is_last = stage == job.plan.num_stages - 1
         self.complaints: list[str] = []
         """Why this stage does not compute what the whole model computes."""
         self._plan = job.plan

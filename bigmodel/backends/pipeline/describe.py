@@ -8,12 +8,17 @@ from typing import final
 from bigmodel.backends.backend import AbstractBackend, divisors
 from bigmodel.backends.pipeline import shadow
 from bigmodel.backends.pipeline.balance import balanced_cuts
+from bigmodel.backends.sharding_rules import stage_violations
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
 from bigmodel.models import ModelSpec
 from bigmodel.plans import Mesh, Plan, Stages
 from bigmodel.schedules import SCHEDULES
 from bigmodel.simulator import Costs, Program
+
+_ONE_STAGE = ("gpipe", "1f1b")
+"""Schedules with one stage on a rank. Those that split the backward are not offered to
+the search: what torch keeps between its parts is not simulated yet."""
 
 
 @final
@@ -43,14 +48,18 @@ class Pipeline(AbstractBackend):
                 got=schedule,
                 rule=f"known schedules: {', '.join(SCHEDULES.names())}",
             )
-        if schedule == "1f1b" and plan.accumulation < plan.mesh.pipeline:
-            yield Violation(
-                field="accumulation",
-                got=plan.accumulation,
-                rule=f"1f1b needs a micro-batch for each of {plan.mesh.pipeline} "
-                "stages",
-                cure="use schedule 'gpipe', or a smaller micro-batch",
+        else:
+            refusal = SCHEDULES.get(schedule).refusal(
+                plan.mesh.pipeline, plan.num_stages, plan.accumulation
             )
+            if refusal:
+                yield Violation(
+                    field="accumulation",
+                    got=plan.accumulation,
+                    rule=f"of schedule {schedule!r} {refusal}",
+                    cure="use schedule 'gpipe', or another micro-batch",
+                )
+        yield from stage_violations(plan)
         if model is not None and model.uncuttable:
             yield Violation(
                 field="model",
@@ -69,9 +78,11 @@ class Pipeline(AbstractBackend):
             meshes = [Mesh(pipeline=count, replicate=inside)]
             if inside > 1:
                 meshes.append(Mesh(pipeline=count, shard=inside))
-            cuts = balanced_cuts(costs, count)
+            ways = {schedule: balanced_cuts(costs, count) for schedule in _ONE_STAGE}
+            if 2 * count <= units:
+                ways["interleaved"] = balanced_cuts(costs, 2 * count)
             for mesh in meshes:
-                for schedule in SCHEDULES.names():
+                for schedule, cuts in ways.items():
                     stages = Stages(schedule=schedule, cuts=cuts)
                     yield Plan(
                         backend=self.name,

@@ -8,9 +8,9 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.utils import _pytree as pytree
 
 from bigmodel.backends.batch import num_samples, split
@@ -19,12 +19,7 @@ from bigmodel.backends.pipeline.clipping import clip_gradients
 from bigmodel.backends.pipeline.cutting import check_model, cut_model
 from bigmodel.backends.pipeline.data_parallel import reshard, spread
 from bigmodel.backends.pipeline.gathering import gather_weights
-from bigmodel.backends.pipeline.relay import (
-    PLACEHOLDER,
-    Boundary,
-    Line,
-    relay,
-)
+from bigmodel.backends.pipeline.relay import PLACEHOLDER, Ends, Line, relay
 from bigmodel.backends.pipeline.shared_weights import (
     find_shared,
     sum_gradients,
@@ -32,11 +27,13 @@ from bigmodel.backends.pipeline.shared_weights import (
     under_first_names,
 )
 from bigmodel.backends.pipeline.stage import Stage
+from bigmodel.backends.pipeline.stage_models import as_one, job_for_each
 from bigmodel.backends.pipeline.torch_schedules import torch_schedule
 from bigmodel.backends.recompute import apply_recompute
 from bigmodel.backends.state_files import load_state, save_state
 from bigmodel.backends.updating import Updater
 from bigmodel.errors import InvalidPlanError, UsageError, Violation
+from bigmodel.plans import Plan
 from bigmodel.plans import micro_batches as divisors
 
 
@@ -54,7 +51,7 @@ def build(job: Job) -> AbstractEngine:
 
 @final
 class PipelineEngine(AbstractEngine):
-    """One stage of the model on this rank, in one of as many pipelines as data ranks.
+    """The stages of this rank, in one of as many pipelines as data ranks.
 
     All micro-batches of a step must have one shape. From step to step it may change,
     at the price of one forward that finds out the shapes between the stages; not when
@@ -71,33 +68,47 @@ class PipelineEngine(AbstractEngine):
             tuple(plan.mesh.axes().values()),
             mesh_dim_names=tuple(plan.mesh.axes()),
         )
-        self._line = line = Line(
+        rank = plan.mesh.stage(dist.get_rank())
+        held = plan.rank_stages(rank)
+        owners = {
+            stage: other
+            for other in range(plan.mesh.pipeline)
+            for stage in plan.rank_stages(other)
+        }
+        self._line = Line(
             group=mesh.get_group("pipeline"),
-            stage=plan.mesh.stage(dist.get_rank()),
-            count=plan.mesh.pipeline,
+            rank=rank,
+            owners=tuple(owners[stage] for stage in range(plan.num_stages)),
             device=job.device,
         )
         tied = tied_names(job.model)
         factory = under_first_names(job.optimizer, tied)
         self._names = tuple(job.model.state_dict())
-        cut = cut_model(job, line.stage)
-        self._model = model = job.model
-        units = plan.stage_units(line.stage)
-        blocks = {
-            name: model.get_submodule(name)
-            for name in plan.units[units.start : units.stop]
-        }
-        self._shared = find_shared(model, tied, plan.mesh)
-        apply_recompute(blocks, plan)
-        self._stage = stage = Stage(job, cut)
-        if plan.mesh.shard == 1:
-            # FSDP2 moves block after block, and holds only its shard of each.
-            stage.to(job.device)
         sharded = plan.mesh.shard > 1
+        self._stages: dict[int, Stage] = {}
+        blocks: dict[int, dict[str, nn.Module]] = {}
+        for index, part in zip(held, job_for_each(job, len(held)), strict=True):
+            cut = cut_model(part, index)
+            units = plan.stage_units(index)
+            blocks[index] = {
+                name: part.model.get_submodule(name)
+                for name in plan.units[units.start : units.stop]
+            }
+            apply_recompute(blocks[index], plan)
+            self._stages[index] = stage = Stage(part, cut)
+            if not sharded:
+                # FSDP2 moves block after block, and holds only its shard of each.
+                stage.to(job.device)
+            cut.watch_first_run()
+        models = [stage.model for stage in self._stages.values()]
+        self._shared = find_shared(as_one(models), tied, plan.mesh)
+        _check_ties(models, tied, plan)
+        self._wrapped: dict[int, nn.Module] = {}
         if sharded:
-            self._wrapped = spread(stage, blocks, plan, mesh)
+            self._wrapped = self._spread(blocks, mesh)
+        self._model = as_one(models)
         self._updater = Updater(
-            model,
+            self._model,
             factory,
             plan,
             job.clip_norm,
@@ -106,12 +117,10 @@ class PipelineEngine(AbstractEngine):
         )
         if not sharded:
             # After the weights have their type, which DDP's buckets take over.
-            self._wrapped = spread(stage, blocks, plan, mesh)
-        self._schedule: PipelineScheduleSingle | None = None
+            self._wrapped = self._spread(blocks, mesh)
+        self._schedule: Any = None
         self._shapes: Any = None
-        self._cut = cut
         self._verified = False
-        cut.watch_first_run()
 
     def forward_backward(
         self, micro_batches: Sequence[Batch], shares: Sequence[LossShare]
@@ -119,15 +128,16 @@ class PipelineEngine(AbstractEngine):
         """Run the schedule; gradients are reduced after the last micro-batch."""
         schedule = self._schedule_for(micro_batches)
         scale = self._updater.scale
-        self._stage.feed(micro_batches, shares, scale)
+        for stage in self._stages.values():
+            stage.feed(micro_batches, shares, scale)
         # Only their number matters: torch hands one row to every micro-batch.
         rows = torch.zeros(
             len(micro_batches), dtype=PLACEHOLDER.dtype, device=self._line.device
         )
         losses: list[Tensor] = []
         schedule.step(
-            *((rows,) if self._line.is_first else ()),
-            target=rows if self._line.is_last else None,
+            *((rows,) if self._line.has_first else ()),
+            target=rows if self._line.has_last else None,
             losses=losses,
             return_outputs=False,
         )
@@ -156,7 +166,7 @@ class PipelineEngine(AbstractEngine):
         """
         count = num_samples(batch)
         size = next(size for size in divisors(count) if size <= self._plan.micro_batch)
-        loss, _, _ = self._relay(split(batch, count // size))
+        loss, _ = self._relay(split(batch, count // size))
         return self._line.broadcast_from_last(loss)
 
     def model_state(self) -> dict[str, Tensor]:
@@ -184,7 +194,7 @@ class PipelineEngine(AbstractEngine):
         }
         return clip_gradients(self._line, params, counted_elsewhere, limit)
 
-    def _schedule_for(self, micro_batches: Sequence[Batch]) -> PipelineScheduleSingle:
+    def _schedule_for(self, micro_batches: Sequence[Batch]) -> Any:
         """Return torch's schedule for micro-batches of these shapes."""
         several = {str(_shapes(batch)): None for batch in micro_batches}
         if len(several) > 1 or len(micro_batches) != self._plan.accumulation:
@@ -215,36 +225,48 @@ class PipelineEngine(AbstractEngine):
         self._schedule = self._new_schedule(micro_batches)
         return self._schedule
 
-    def _relay(self, batches: Sequence[Batch]) -> tuple[Tensor, Boundary, Boundary]:
-        result = relay(self._line, self._stage, batches)
-        # Without a backward the root group would stay gathered until the next one.
-        reshard(self._stage)
+    def _spread(
+        self, blocks: dict[int, dict[str, nn.Module]], mesh: DeviceMesh
+    ) -> dict[int, nn.Module]:
+        return {
+            index: spread(stage, blocks[index], self._plan, mesh)
+            for index, stage in self._stages.items()
+        }
+
+    def _relay(self, batches: Sequence[Batch]) -> tuple[Tensor, dict[int, Ends]]:
+        result = relay(self._line, self._stages, batches)
+        for stage in self._stages.values():
+            # Without a backward the root group would stay gathered until the next one.
+            reshard(stage)
         if not self._verified:
             # Told to all stages, or the others would wait for the one that raises.
-            everyone: list[list[str]] = [[] for _ in range(self._line.count)]
-            dist.all_gather_object(
-                everyone, self._cut.complaints, group=self._line.group
-            )
+            everyone: list[list[str]] = [[] for _ in range(self._line.size)]
+            mine = [text for s in self._stages.values() for text in s.cut.complaints]
+            dist.all_gather_object(everyone, mine, group=self._line.group)
             complaints = dict.fromkeys(text for texts in everyone for text in texts)
             if complaints:
                 raise UsageError("\n".join(complaints))
             self._verified = True
         return result
 
-    def _new_schedule(self, micro_batches: Sequence[Batch]) -> PipelineScheduleSingle:
+    def _new_schedule(self, micro_batches: Sequence[Batch]) -> Any:
         line = self._line
-        _, entry, leaving = self._relay(micro_batches[:1])
-        stage = PipelineStage(
-            self._wrapped,
-            line.stage,
-            line.count,
-            line.device,
-            input_args=entry.example(),
-            output_args=leaving.example(),
-            group=line.group,
-        )
-        return self._torch_schedule(
-            stage,
+        _, ends = self._relay(micro_batches[:1])
+        stages = [
+            PipelineStage(
+                wrapped,
+                index,
+                len(line.owners),
+                line.device,
+                input_args=ends[index].entry.example(),
+                output_args=ends[index].leaving.example(),
+                group=line.group,
+            )
+            for index, wrapped in self._wrapped.items()
+        ]
+        make: Any = self._torch_schedule
+        return make(
+            stages if issubclass(make, PipelineScheduleMulti) else stages[0],
             n_microbatches=len(micro_batches),
             loss_fn=_own_loss,
             # The stage has divided its loss already.
@@ -255,6 +277,26 @@ class PipelineEngine(AbstractEngine):
 def _own_loss(loss: Tensor, target: Tensor) -> Tensor:
     """Hand on the loss, which the last stage computes itself."""
     return loss
+
+
+def _check_ties(
+    models: Sequence[nn.Module], tied: tuple[tuple[str, ...], ...], plan: Plan
+) -> None:
+    """Refuse a weight that two replicated or sharded stages of one rank hold."""
+    if len(models) == 1 or plan.mesh.data_parallel == 1:
+        return
+    names = [set(dict(m.named_parameters(remove_duplicate=False))) for m in models]
+    for several in tied:
+        if sum(bool(held & set(several)) for held in names) > 1:
+            raise UsageError(
+                Violation(
+                    field="stages.schedule",
+                    got=plan.stages and plan.stages.schedule,
+                    rule=f"two stages of one rank share {several[0]}, and each would "
+                    "average its gradient over the data-parallel ranks by itself",
+                    cure="use 1f1b or interleaved, or a mesh of pipeline stages alone",
+                )
+            )
 
 
 def _shapes(batch: Batch) -> Any:

@@ -23,7 +23,7 @@ def gather_weights(
 
     Args:
         line: The place of this rank in its pipeline.
-        weights: The weights of this stage by their names in the whole model.
+        weights: The weights of this rank by their names in the whole model.
         order: All names, in the order of the whole model.
 
     Returns:
@@ -31,23 +31,23 @@ def gather_weights(
     """
     in_first_pipeline = dist.get_process_group_ranks(line.group)[0] == 0
     layout = [(name, value.shape, value.dtype) for name, value in weights.items()]
-    layouts: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]] * line.count
+    layouts: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]] * line.size
     dist.all_gather_object(layouts, layout, group=line.group)
     whole: dict[str, Tensor] = {}
     for value, (name, _, _) in zip(weights.values(), layout, strict=True):
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if not in_first_pipeline:
             continue
-        if line.is_first:
+        if line.rank == 0:
             whole[name] = full.detach().to("cpu", copy=True)
         else:
             dist.send(full.detach().contiguous(), group=line.group, group_dst=0)
-    if not (line.is_first and in_first_pipeline):
+    if not (line.rank == 0 and in_first_pipeline):
         return {}
-    for stage in range(1, line.count):
-        for name, shape, dtype in layouts[stage]:
+    for rank in range(1, line.size):
+        for name, shape, dtype in layouts[rank]:
             received = torch.empty(shape, dtype=dtype, device=line.device)
-            dist.recv(received, group=line.group, group_src=stage)
+            dist.recv(received, group=line.group, group_src=rank)
             # What several stages hold (a buffer, a tied weight) is equal in all.
             whole.setdefault(name, received.cpu())
     return {name: whole[name] for name in order if name in whole}

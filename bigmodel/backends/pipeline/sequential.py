@@ -25,7 +25,7 @@ class SequentialCut(AbstractCut):
         children = [name for name, _ in job.model.named_children()]
         starts = [
             children.index(plan.units[plan.stage_units(index).start])
-            for index in range(plan.mesh.pipeline)
+            for index in range(plan.num_stages)
         ]
         bounds = [0, *starts[1:], len(children)]
         for name in children[: bounds[stage]] + children[bounds[stage + 1] :]:

@@ -16,6 +16,7 @@ from bigmodel.backends.walk import (
     GRADIENTS,
     Step,
     Walk,
+    hold_batch,
     steps_of,
     trainable,
     weight_bytes,
@@ -40,17 +41,19 @@ def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...
     """
     if plan.stages is None:
         raise ValueError("a plan of backend 'pipeline' has stages")
-    rows = SCHEDULES.get(plan.stages.schedule)(plan.mesh.pipeline, micro_batches)
+    rows = SCHEDULES.get(plan.stages.schedule).rows(
+        plan.mesh.pipeline, plan.num_stages, micro_batches
+    )
     return tuple(
-        _StageProgram(plan, costs, stage, micro_batches).write(row)
-        for stage, row in enumerate(rows)
+        _RankProgram(plan, costs, rank, micro_batches).write(row)
+        for rank, row in enumerate(rows)
     )
 
 
 def stage_sequence(plan: Plan, costs: Costs, stage: int) -> tuple[Placed, ...]:
     """Return the units of a stage in forward order."""
     owned = {plan.units[index] for index in plan.stage_units(stage)}
-    count = plan.mesh.pipeline
+    count = plan.num_stages
     found: list[Placed] = []
     for index, placed in enumerate(costs.model.sequence):
         if placed.role == "before":
@@ -89,27 +92,70 @@ def makes_block_input(before: Unit) -> bool:
     )
 
 
-class _StageProgram:
-    """Writes the program of one stage."""
+class _RankProgram:
+    """Writes the program of one rank of a pipeline, with all stages it holds."""
+
+    def __init__(self, plan: Plan, costs: Costs, rank: int, micro_batches: int) -> None:
+        self._builder = builder = ProgramBuilder()
+        held = plan.rank_stages(rank)
+        self._stages = {
+            stage: _Stage(plan, costs, builder, stage, held, micro_batches)
+            for stage in held
+        }
+        hold_batch(builder, costs, plan)
+
+    def write(self, row: tuple[Action, ...]) -> Program:
+        """Write the actions of the rank and the optimizer's step."""
+        for action in row:
+            stage, index = self._stages[action.stage], action.micro_batch
+            if action.phase == "F":
+                stage.forward(index)
+            elif action.phase == "B":
+                stage.backward(index)
+            elif action.phase == "I":
+                stage.backward_of_inputs(index)
+            else:
+                stage.backward_of_weights(index)
+        parts = [stage.part for stage in self._stages.values()]
+        for part in parts:
+            part.step()
+        for part in parts:
+            part.drop_gradients()
+        return self._builder.build()
+
+
+class _Stage:
+    """Writes what one stage of a rank does."""
 
     def __init__(
-        self, plan: Plan, costs: Costs, stage: int, micro_batches: int
+        self,
+        plan: Plan,
+        costs: Costs,
+        builder: ProgramBuilder,
+        stage: int,
+        held: tuple[int, ...],
+        micro_batches: int,
     ) -> None:
         self._plan = plan
         self._costs = costs
+        self._builder = builder
         self._stage = stage
         self._count = micro_batches
+        self._done = 0
         self._first = stage == 0
-        self._last = stage == plan.mesh.pipeline - 1
-        self._builder = ProgramBuilder()
+        self._last = stage == plan.num_stages - 1
+        # A neighbour on the same rank is handed tensors, and needs no buffers.
+        self._receives = not self._first and stage - 1 not in held
+        self._sends = not self._last and stage + 1 not in held
         self._makes_input = makes_block_input(costs.model.before)
         steps = self._steps()
         self._entering = steps[0].unit.input_bytes_per_sample * plan.micro_batch
         self._leaving = costs.output_bytes(steps[-1].unit, plan.micro_batch)
-        received = 0 if self._first else self._entering
-        received += 0 if self._last else self._leaving
-        self._builder.hold(RECEIVED, received * plan.accumulation)
-        walk = Walk(plan, costs, self._builder, steps)
+        received = self._entering if self._receives else 0
+        received += self._leaving if self._sends else 0
+        builder.hold(RECEIVED, received * plan.accumulation)
+        walk = Walk(plan, costs, builder, steps)
+        self._half = walk.backward_seconds() / 2
         residue = walk.residue()
         made = residue.pop(GRADIENTS, 0)
         expected = sum(p.elements for p in trainable(steps)) * weight_bytes(plan)
@@ -119,21 +165,67 @@ class _StageProgram:
         self._kept = sum(residue.values())
         if self._makes_input and not self._first:
             self._kept += self._entering
-        self._parts = (
-            Shards(plan, costs, self._builder, walk, postpone=True)
+        self.part: Shards | Replica = (
+            Shards(plan, costs, builder, walk, postpone=True, batch=False)
             if plan.mesh.shard > 1
-            else Replica(plan, costs, self._builder, walk)
+            else Replica(plan, costs, builder, walk, batch=False)
         )
 
-    def write(self, row: tuple[Action, ...]) -> Program:
-        """Write the actions of the stage's rank and the optimizer's step."""
-        for action in row:
-            if action.phase == "F":
-                self._forward(action.micro_batch)
-            else:
-                self._backward(action.micro_batch)
-        self._parts.update()
-        return self._builder.build()
+    def forward(self, micro_batch: int) -> None:
+        """Write a forward, with what it receives and sends."""
+        if self._receives:
+            self._receive(f"F{self._stage}.{micro_batch}")
+        if not self._first and self._makes_input:
+            self._keep(self._entering, "input of the first block")
+        self.part.forward(micro_batch)
+        if self._sends:
+            self._send(f"F{self._stage + 1}.{micro_batch}", self._leaving)
+
+    def backward(self, micro_batch: int) -> None:
+        """Write a backward, with what it receives and sends."""
+        if self._sends:
+            self._receive(f"B{self._stage}.{micro_batch}")
+        self._rest_of_backward(micro_batch)
+        if self._receives:
+            self._send(f"B{self._stage - 1}.{micro_batch}", self._entering)
+        if self._kept > 0:
+            self._keep(-self._kept, "drop what was sent")
+
+    def backward_of_inputs(self, micro_batch: int) -> None:
+        """Write the part of a backward that other stages wait for: half of its time.
+
+        torch keeps the whole graph until the gradients of weights are made, so nothing
+        is freed.
+        """
+        if self._sends:
+            self._receive(f"B{self._stage}.{micro_batch}")
+        self._builder.add(
+            Task(
+                label=f"backward of inputs, micro-batch {micro_batch}",
+                seconds=self._half,
+            )
+        )
+        if self._receives:
+            self._send(f"B{self._stage - 1}.{micro_batch}", self._entering)
+
+    def backward_of_weights(self, micro_batch: int) -> None:
+        """Write the rest of a backward, which frees what the forward kept."""
+        self.part.walk.backward_share = 0.5
+        self._rest_of_backward(micro_batch)
+        self.part.walk.backward_share = 1.0
+        if self._kept > 0:
+            self._keep(-self._kept, "drop what was sent")
+
+    def _rest_of_backward(self, micro_batch: int) -> None:
+        if self._kept < 0:
+            self._keep(-self._kept, "gradient of the output")
+        if self._own_gradient:
+            self._builder.allocate(
+                GRADIENTS, self._own_gradient, "gradient of the tied weight"
+            )
+        self._done += 1
+        # Only the last one that ends reduces gradients.
+        self.part.backward(micro_batch, last=self._done == self._count)
 
     def _steps(self) -> tuple[Step, ...]:
         sequence = stage_sequence(self._plan, self._costs, self._stage)
@@ -143,31 +235,6 @@ class _StageProgram:
         if not self._last:
             steps[-1] = replace(steps[-1], receives_gradient=True)
         return tuple(steps)
-
-    def _forward(self, micro_batch: int) -> None:
-        if not self._first:
-            self._receive(f"F{self._stage}.{micro_batch}")
-            if self._makes_input:
-                self._keep(self._entering, "input of the first block")
-        self._parts.forward(micro_batch)
-        if not self._last:
-            self._send(f"F{self._stage + 1}.{micro_batch}", self._leaving)
-
-    def _backward(self, micro_batch: int) -> None:
-        if not self._last:
-            self._receive(f"B{self._stage}.{micro_batch}")
-        if self._kept < 0:
-            self._keep(-self._kept, "gradient of the output")
-        if self._own_gradient:
-            self._builder.allocate(
-                GRADIENTS, self._own_gradient, "gradient of the tied weight"
-            )
-        # Only the last micro-batch reduces gradients.
-        self._parts.backward(micro_batch, last=micro_batch == self._count - 1)
-        if not self._first:
-            self._send(f"B{self._stage - 1}.{micro_batch}", self._entering)
-        if self._kept > 0:
-            self._keep(-self._kept, "drop what was sent")
 
     def _keep(self, size: int, label: str) -> None:
         self._builder.allocate(ACTIVATIONS, size, label)

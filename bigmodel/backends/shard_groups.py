@@ -1,0 +1,96 @@
+"""Which parameters `fully_shard` gathers together, and which it leaves whole. Pure.
+
+Source: torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`: shards are cut
+in dim 0 and padded to the size of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil
+
+from bigmodel.backends.walk import Step
+from bigmodel.models import Param, Placed
+from bigmodel.plans import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardGroup:
+    """Parameters that are gathered together."""
+
+    label: str
+    padded: int
+    """Elements of all shards together, each padded in dim 0 to equal size."""
+    trained: int
+    """The same of trained parameters."""
+    gradients: int
+    """Elements of their gradients, which carry no padding."""
+    largest: int
+    """Elements of the largest parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """All parameters of a rank, once."""
+
+    root: ShardGroup
+    blocks: tuple[ShardGroup | None, ...]
+    """The group of every unit on the rank; None where the unit has none of its own."""
+    whole: tuple[Param, ...]
+    """Parameters that the plan leaves out of sharding."""
+
+    @property
+    def groups(self) -> tuple[ShardGroup, ...]:
+        """All groups, the root first."""
+        return (self.root, *(group for group in self.blocks if group))
+
+
+def partition(plan: Plan, steps: Iterable[Step]) -> Partition:
+    """Deal the parameters of a rank's units to groups."""
+    ranks, paths = plan.mesh.shard, plan.fsdp2.ignored
+    outside: list[Param] = []
+    whole: list[Param] = []
+    blocks: list[ShardGroup | None] = []
+    for step in steps:
+        inside: list[Param] = []
+        for param in step.owned:
+            ignored = is_ignored(full_name(step.placed, param.name), paths)
+            (whole if ignored else inside).append(param)
+        if step.placed.role != "block":
+            outside += inside
+            inside = []
+        blocks.append(_group(step.label, inside, ranks) if inside else None)
+    return Partition(
+        root=_group("(root)", outside, ranks),
+        blocks=tuple(blocks),
+        whole=tuple(whole),
+    )
+
+
+def full_name(placed: Placed, name: str) -> str:
+    """Return the path in the model of a parameter of a unit."""
+    return f"{placed.path}.{name}" if placed.path else name
+
+
+def is_ignored(name: str, paths: tuple[str, ...]) -> bool:
+    """Say whether a parameter lies below one of the module paths."""
+    return name.startswith(tuple(f"{path}." for path in paths))
+
+
+def _group(label: str, params: Iterable[Param], ranks: int) -> ShardGroup:
+    padded = {True: 0, False: 0}
+    gradients = largest = 0
+    for param in params:
+        rows = param.shape[0] if param.shape else 1
+        row = param.elements // max(rows, 1)
+        padded[param.trainable] += ceil(rows / ranks) * ranks * row
+        gradients += param.elements if param.trainable else 0
+        largest = max(largest, param.elements)
+    return ShardGroup(
+        label=label,
+        padded=padded[True] + padded[False],
+        trained=padded[True],
+        gradients=gradients,
+        largest=largest,
+    )

@@ -1,0 +1,227 @@
+"""Gradients on their way to shards, as `fully_shard` reduces them.
+
+Source: torch 2.13, `foreach_reduce` in
+`torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`. After a group's backward a
+reduce-scatter input (in the reduce type) comes, the whole gradients go, and a shard in
+fp32 remains; the input stays until the next group's.
+
+Where the reduction is postponed, whole gradients add up: in place, one parameter after
+the other, if they have the reduce type already; else a group at a time, in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from bigmodel.backends.host import copy_seconds, host_step_seconds
+from bigmodel.backends.shard_gathers import offloads
+from bigmodel.backends.shard_groups import Partition, ShardGroup
+from bigmodel.backends.walk import (
+    BUCKETS,
+    GRADIENTS,
+    STEP,
+    communication,
+    scratch,
+    step_seconds,
+    step_surge,
+    weight_bytes,
+)
+from bigmodel.clusters import group
+from bigmodel.plans import Plan
+from bigmodel.simulator import Costs, ProgramBuilder, Task
+from bigmodel.simulator.program import Stream
+
+REDUCE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of one element while gradients are reduced."""
+
+
+@final
+class Reductions:
+    """Writes reductions, what they hold, and the step over what they leave.
+
+    Args:
+        plan: The plan.
+        costs: Of the model on the cluster.
+        builder: The program that is written.
+        parts: The groups.
+    """
+
+    def __init__(
+        self, plan: Plan, costs: Costs, builder: ProgramBuilder, parts: Partition
+    ) -> None:
+        self._plan = plan
+        self._costs = costs
+        self._builder = builder
+        self._width = weight_bytes(plan)
+        self._reduce_width = REDUCE_BYTES[plan.fsdp2.reduce_dtype]
+        self._ranks = plan.mesh.shard
+        self._replicated = plan.mesh.replicate > 1
+        self._group = group(costs.cluster, self._ranks)
+        self._replicas = group(costs.cluster, plan.mesh.replicate, self._ranks)
+        self._everyone = group(costs.cluster, self._ranks * plan.mesh.replicate)
+        self._stream: Stream = communication(costs)
+        self._offloads = offloads(plan, costs)
+        self.whole = sum(p.elements for p in parts.whole if p.trainable)
+        """Trained parameters that are left out of sharding."""
+        self.shards = sum(unit.trained for unit in parts.groups) / self._ranks
+        """Elements of trained shards on this rank."""
+        sharded = max((unit.largest for unit in parts.groups), default=0)
+        kept = max((p.elements for p in parts.whole), default=0)
+        self._largest = max(-(-sharded // self._ranks), kept)
+        self._reducing = 0
+        self._held = 0
+        self._partial = False
+        self._accumulated: set[str] = set()
+        self._has_shards = False
+        self._tasks: list[int] = []
+
+    @property
+    def in_place(self) -> bool:
+        """Whether postponed gradients add up where they are made."""
+        return self._width == self._reduce_width
+
+    def add_up(self, elements: int) -> None:
+        """Free a whole gradient that has been added to the one before."""
+        self._builder.allocate(GRADIENTS, -elements * self._width, "add up gradients")
+
+    def accumulate(self, unit: ShardGroup) -> None:
+        """Keep whole gradients, in the reduce type."""
+        if self.in_place:
+            return
+        made, kept = unit.gradients * self._width, unit.gradients * self._reduce_width
+        if unit.label not in self._accumulated:
+            label = f"gradients to fp32 {unit.label}"
+            self._builder.allocate(GRADIENTS, kept, label)
+        self._free(GRADIENTS, made, f"drop half gradients {unit.label}")
+        self._accumulated.add(unit.label)
+
+    def reduce(self, unit: ShardGroup, *, last: bool) -> None:
+        """Reduce a group's gradients to shards."""
+        size = unit.trained * self._reduce_width
+        if not size:
+            return
+        self.free_input()
+        computed = self._builder.allocate(
+            BUCKETS, size, f"reduce-scatter input {unit.label}"
+        )
+        made = unit.gradients * self._width
+        if unit.label in self._accumulated:
+            # The sum of the micro-batches before, in the reduce type, goes as well.
+            made += unit.gradients * self._reduce_width
+            self._accumulated.discard(unit.label)
+        self._free(GRADIENTS, made, f"copied gradients {unit.label}")
+        self._reducing = size
+        self._tasks.append(self._reduce_scatter(unit, size, computed, last))
+
+    def end_backward(self, *, last: bool, reduced: bool) -> None:
+        """Wait for the reductions of a backward."""
+        if last:
+            # Until then the last reduce-scatter input stays through the next forward.
+            self.free_input()
+            self._free(BUCKETS, self._held, "free all-reduce inputs")
+            self._held = 0
+        self._builder.add(Task(label="wait for gradients", after=tuple(self._tasks)))
+        self._tasks = []
+        self._has_shards = self._has_shards or reduced
+        self._partial = self._replicated and reduced and not last
+
+    def free_input(self) -> None:
+        """Free the input of the reduce-scatter before."""
+        if self._reducing:
+            self._free(BUCKETS, self._reducing, "free reduce-scatter input")
+        self._reducing = 0
+
+    def step(self) -> None:
+        """Write the optimizer's step."""
+        if self.whole:
+            size = self.whole * 4
+            task = Task(
+                label="all-reduce whole gradients",
+                stream=self._stream,
+                seconds=self._everyone.reduce(size),
+                after=(self._builder.last,),
+            )
+            self._builder.add(Task(label="wait", after=(self._builder.add(task),)))
+        if self._offloads:
+            self._step_on_host()
+            return
+        trained = self.shards + self.whole
+        surge = step_surge(self._plan, self._costs, trained, self._largest)
+        self._builder.add(
+            Task(
+                label="optimizer step",
+                seconds=step_seconds(self._plan, self._costs, trained),
+                surge=((STEP, surge),),
+            )
+        )
+
+    def drop_gradients(self) -> None:
+        """Write the end of the gradients; on the host they have a fixed place."""
+        if not self._offloads:
+            trained = self.shards + self.whole
+            self._builder.allocate(GRADIENTS, -trained * 4, "drop gradients")
+
+    def _reduce_scatter(
+        self, unit: ShardGroup, size: int, computed: int, last: bool
+    ) -> int:
+        seconds = self._group.gather(size)
+        sent = size // self._ranks
+        if last and self._replicated:
+            seconds += self._replicas.reduce(sent)
+        made, held = self._shard_change(sent, last)
+        whole = sent * 4 // self._reduce_width
+        cast = whole if whole > sent and (last or not self._replicated) else 0
+        scratched = scratch(self._costs, size) if self._ranks > 1 else 0
+        task = self._builder.add(
+            Task(
+                label=f"reduce-scatter {unit.label}",
+                stream=self._stream,
+                seconds=seconds,
+                after=(computed,),
+                change=((GRADIENTS, made), (BUCKETS, held)),
+                surge=((GRADIENTS, sent), (BUCKETS, max(scratched, cast))),
+            )
+        )
+        if not self._offloads or (self._replicated and not last):
+            return task
+        return self._builder.add(
+            Task(
+                label=f"gradients to the host {unit.label}",
+                stream="host",
+                seconds=copy_seconds(
+                    self._costs.cluster, unit.trained * 4 / self._ranks
+                ),
+                after=(task,),
+            )
+        )
+
+    def _shard_change(self, sent: int, last: bool) -> tuple[int, int]:
+        """Return what a reduction leaves of gradients, and of buckets.
+
+        Between replicas shards add up in the reduce type, on the device, until the last
+        micro-batch; what was all-reduced and does not become the gradient itself is
+        held to the end of the backward.
+        """
+        whole = sent * 4 // self._reduce_width
+        if self._replicated and not last:
+            return (0 if self._has_shards else sent), 0
+        if not self._replicated:
+            return (0 if self._has_shards or self._offloads else whole), 0
+        held = sent if self._offloads or whole > sent else 0
+        self._held += held
+        kept = 0 if self._offloads else whole
+        return kept - (sent if self._partial else 0), held
+
+    def _step_on_host(self) -> None:
+        step = self._builder.add(
+            Task(
+                label="optimizer step on the host",
+                stream="host",
+                seconds=host_step_seconds(self._plan, self._costs.cluster, self.shards),
+                after=(self._builder.last,),
+            )
+        )
+        self._builder.add(Task(label="wait for the host", after=(step,)))
+
+    def _free(self, kind: str, size: int, label: str) -> None:
+        self._builder.allocate(kind, -size, label)

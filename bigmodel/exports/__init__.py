@@ -1,0 +1,1 @@
+"""Files, commands and objects for other tools, which say what a plan says."""
