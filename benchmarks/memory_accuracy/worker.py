@@ -29,8 +29,12 @@ def main() -> None:
     for case in matrix.cases(quick=quick):
         _, batch, _ = matrix.MODELS[case.model]
         samples = case.plan.local_batch
+        # PowerSGD makes what it keeps when it sets in.
+        late = case.plan.ddp.hook == "powersgd"
         memory = measure_memory(
-            partial(make, case), lambda engine, make=batch, n=samples: make(n)
+            partial(make, case),
+            lambda engine, make=batch, n=samples: make(n),
+            steps=3 + late * case.plan.ddp.powersgd_start,
         )
         measured[case.name] = asdict(memory)
         if dist.get_rank() == 0:

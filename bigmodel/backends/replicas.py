@@ -99,13 +99,19 @@ class Replica(AbstractPart):
 
         def on_gradients(gradients: tuple[Gradient, ...], task: int) -> None:
             size = sum(g.elements for g in gradients) * self._width
-            if self._has_gradients:
-                # Added to the gradient that is there; what autograd made goes.
-                self._builder.allocate(GRADIENTS, -size, "accumulate gradient")
+            # Added to the gradient that is there, what autograd made goes; copied into
+            # its bucket, the gradient goes. Autograd holds what it made until the
+            # reducer, and with it the hook, is done with the bucket.
+            gone = ["accumulate gradient"] * self._has_gradients
+            gone += ["copy into bucket"] * (
+                synchronise and self._plan.ddp.gradient_views
+            )
+            for label in gone[1:]:
+                self._builder.allocate(GRADIENTS, -size, label)
             if synchronise:
-                if self._plan.ddp.gradient_views:
-                    self._builder.allocate(GRADIENTS, -size, "copy into bucket")
                 self._fill(size, task)
+            for label in gone[:1]:
+                self._builder.allocate(GRADIENTS, -size, label)
 
         self.walk.backward(f"micro-batch {index}", on_gradients=on_gradients)
         self._has_gradients = True

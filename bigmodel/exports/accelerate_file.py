@@ -123,7 +123,11 @@ def _unsaid(request: Request) -> Iterator[str]:
         )
     if plan.backend == "fsdp2":
         yield from fsdp2_differences(plan)
-        yield "non-zero ranks load weights of transformers as empty (meta) tensors"
+        yield (
+            "all ranks get rank 0's weights; each still loads its own copy before, as "
+            "transformers does whatever fsdp_cpu_ram_efficient_loading says, and a "
+            "model with buffers in its state (batch-norm) needs it set to false"
+        )
     if request.clip_norm is not None and plan.backend != "deepspeed":
         yield (
             "the script clips: accelerator.clip_grad_norm_(model.parameters(), "

@@ -23,7 +23,11 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+)
 
 from bigmodel.backends.deepspeed.config import deepspeed_config
 from bigmodel.backends.deepspeed.engine import import_deepspeed
@@ -90,7 +94,7 @@ class PlannedAccelerator(Accelerator):
         if plan.backend == "ddp":
             keywords["kwargs_handlers"].append(_ddp(plan))
         elif plan.backend == "fsdp2":
-            keywords["fsdp_plugin"] = _fsdp2(plan, single_copy)
+            keywords["fsdp_plugin"] = _fsdp2(plan, single_copy, pin=not on_cpu)
             if plan.mesh.replicate > 1:
                 keywords["parallelism_config"] = ParallelismConfig(
                     dp_replicate_size=plan.mesh.replicate,
@@ -214,7 +218,13 @@ def _ddp(plan: Plan) -> DistributedDataParallelKwargs:
     )
 
 
-def _fsdp2(plan: Plan, single_copy: bool) -> FullyShardedDataParallelPlugin:
+def _fsdp2(
+    plan: Plan, single_copy: bool, *, pin: bool
+) -> FullyShardedDataParallelPlugin:
+    offload: Any = False
+    if plan.offload.parameters == "cpu":
+        # Told by True, accelerate pins, which is an error without a GPU.
+        offload = CPUOffloadPolicy(pin_memory=pin)
     policy = MixedPrecisionPolicy()
     if plan.number_format.masters:
         # Told by name, accelerate would also reduce gradients in half precision.
@@ -227,7 +237,7 @@ def _fsdp2(plan: Plan, single_copy: bool) -> FullyShardedDataParallelPlugin:
         reshard_after_forward=plan.fsdp2.reshard_after_forward,
         mixed_precision_policy=policy,
         auto_wrap_policy="transformer_based_wrap",
-        cpu_offload=plan.offload.parameters == "cpu",
+        cpu_offload=offload,
         state_dict_type="SHARDED_STATE_DICT",
         activation_checkpointing=False,
         cpu_ram_efficient_loading=single_copy,

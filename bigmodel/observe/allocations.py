@@ -80,18 +80,27 @@ def record_phases(run: Callable[[], None]) -> tuple[PhaseMemory, ...]:
 @contextmanager
 def _settled_collectives() -> Iterator[None]:
     """Give gloo's threads time to let go; see [Note: Frees on gloo's threads]."""
-    wait = Work.wait
+    wait, get_future = Work.wait, Work.get_future
 
     def wait_and_settle(work: Work, *args: Any) -> Any:
         result = wait(work, *args)
         time.sleep(_SETTLING_SECONDS)
         return result
 
+    def future_when_done(work: Work) -> Any:
+        # What a hook of DDP chains to it then runs on this thread, not on gloo's.
+        future = get_future(work)
+        future.wait()
+        time.sleep(_SETTLING_SECONDS)
+        return future
+
     Work.wait = wait_and_settle  # pyright: ignore[reportAttributeAccessIssue]
+    Work.get_future = future_when_done  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
         Work.wait = wait  # pyright: ignore[reportAttributeAccessIssue]
+        Work.get_future = get_future  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _phase(

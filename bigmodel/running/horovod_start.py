@@ -22,9 +22,7 @@ _started: dict[str, Any] = {}
 # The fusion threshold that this process started Horovod with, and the server it runs.
 
 
-def start_horovod(
-    plan: Plan, process: Process, member: Membership, timeout: float
-) -> None:
+def start_horovod(plan: Plan, process: Process, member: Membership) -> None:
     """Set the variables that `hvd.init()` reads, where the plan is for Horovod.
 
     Does nothing for other plans, and where Horovod is not installed, which its engine
@@ -34,7 +32,6 @@ def start_horovod(
         plan: Says the fusion threshold.
         process: What the environment says about this process.
         member: Its rank in the job, and the store of the job.
-        timeout: Seconds after which Horovod gives up on a silent rank.
 
     Raises:
         WorldError: The processes are on several machines, without `horovodrun`.
@@ -55,15 +52,7 @@ def start_horovod(
                 )
             )
         return
-    seconds = max(2, round(timeout))
-    set_variables(
-        {
-            "HOROVOD_FUSION_THRESHOLD": str(int(threshold * MIB)),
-            # By default Horovod warns of a silent rank, and waits for ever.
-            "HOROVOD_STALL_CHECK_TIME_SECONDS": str(min(60, seconds // 2)),
-            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(seconds),
-        }
-    )
+    set_variables({"HOROVOD_FUSION_THRESHOLD": str(int(threshold * MIB))})
     _started["threshold"] = threshold
     if process.launcher == "horovodrun" or member.world == 1:
         return

@@ -23,9 +23,8 @@ _SIGNS = (
     "connect failed",
     "broken pipe",
     "socketunexpectedlyclosed",
-    "horovod has been shut down",
 )
-"""What gloo and Horovod, which raise plain RuntimeErrors, say when a rank is silent."""
+"""What gloo, which raises plain RuntimeErrors, says when a rank is silent."""
 
 
 class Lookout:

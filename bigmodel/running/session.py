@@ -116,7 +116,7 @@ def prepare(
     member = join(decided, process, device, timeout)
     lookout = Lookout(member)
     try:
-        start_horovod(decided, process, member, timeout)
+        start_horovod(decided, process, member)
         fills = BACKENDS.get(decided.backend).fills_from_first_rank
         empty = fills and member.rank > 0
         module = (as_empty_model if empty else as_model)(model, seed)

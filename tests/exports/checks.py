@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 import bigmodel
 from bigmodel.errors import UsageError, WorldError
-from bigmodel.plans import DdpOptions, Fsdp2Options, Mesh
+from bigmodel.plans import DdpOptions, Fsdp2Options, Mesh, Offload
 from tests.exports import training
 from tests.exports.training import DDP, FSDP2, ZERO, largest_difference, recomputed
 
@@ -68,6 +68,12 @@ def fsdp2_is_one_process() -> str:
 @check
 def fsdp2_with_recompute_and_clipping_is_one_process() -> str:
     return _same(recomputed(FSDP2), EXACT, clip_norm=0.5)
+
+
+@check
+def fsdp2_offloaded_is_one_process() -> str:
+    plan = replace(FSDP2, offload=Offload(parameters="cpu", optimizer="cpu"))
+    return _same(plan, EXACT)
 
 
 @check

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 pytest.importorskip("accelerate")
@@ -18,6 +20,7 @@ pytest.importorskip("transformers")
 
 import bigmodel
 from bigmodel.cli.main import app
+from bigmodel.errors import WorldError
 from bigmodel.plans import DdpOptions, Plan
 from bigmodel.plans.document import save
 from tests.exports import training
@@ -93,3 +96,17 @@ def test_trainer_alone_is_the_plain_loop(tmp_path) -> None:
     with training.fresh_accelerate():
         _, losses = training.by_trainer(keywords, str(tmp_path))
     assert largest_difference(losses, training.alone(0.5, decay=0.0)) < 1e-5
+
+
+def test_decision_is_an_accelerator_of_its_world() -> None:
+    decision = bigmodel.plan(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+        (torch.zeros(2, 8), torch.zeros(2, 8)),
+        cluster="2xcpu",
+        global_batch=4,
+        precision="fp32",
+        backends=["ddp"],
+        loss=lambda output, batch: (output - batch[1]).square().mean(),
+    )
+    with pytest.raises(WorldError, match="start 2"):
+        decision.accelerator()

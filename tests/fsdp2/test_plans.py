@@ -84,6 +84,19 @@ def test_memory_between_resharding_and_keeping(costs):
     assert peaks == sorted(set(peaks)), peaks
 
 
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_ac_01_the_plan_counts_two_gathers_a_block(costs, prefetch):
+    """What two real ranks do in `check_gathers_are_counted`, recomputed or not."""
+    for policy, each in ((True, 2), (2, 2), (False, 1)):
+        for recompute in ((), ("full",) * BLOCKS):
+            options = Fsdp2Options(reshard_after_forward=policy, prefetch=prefetch)
+            wanted = plan(costs["fp32"], fsdp2=options, recompute=recompute)
+            (program,) = BACKENDS.get("fsdp2").programs(wanted, costs["fp32"], 1)
+            gathers = [t for t in program.tasks if t.label.startswith("all-gather")]
+            # All parameters are in blocks: the root has none to gather.
+            assert len(gathers) == each * BLOCKS
+
+
 def test_a_deeper_prefetch_holds_more_and_waits_less(costs):
     found = [
         predict(plan(costs["fp32"], fsdp2=Fsdp2Options(prefetch=depth)), costs["fp32"])

@@ -24,6 +24,12 @@ NAMES = [
     "SLURM_JOB_ID",
     "SLURM_STEP_NODELIST",
     "SLURM_JOB_NODELIST",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
     "BIGMODEL_PLAN",
 ]
 
@@ -109,3 +115,18 @@ def test_no_number(environment):
 )
 def test_first_host(hosts, first):
     assert first_host(hosts) == first
+
+
+def test_horovodrun(environment):
+    variables = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    environment(
+        **{f"HOROVOD_{name}": value for name, value in variables.items()},
+        HOROVOD_GLOO_RENDEZVOUS_ADDR="10.0.0.7",
+        HOROVOD_GLOO_RENDEZVOUS_PORT="45001",
+    )
+    process = read_process()
+    assert (process.launcher, process.rank, process.world_size) == ("horovodrun", 3, 4)
+    assert (process.local_rank, process.local_world_size) == (1, 2)
+    assert process.master_address == "10.0.0.7"
+    # Not the port that horovodrun itself listens at, nor one that the system deals out.
+    assert 20000 <= process.master_port < 32000

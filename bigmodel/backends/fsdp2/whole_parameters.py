@@ -90,14 +90,17 @@ def clip_shards_and_whole(params: Mapping[str, nn.Parameter], limit: float) -> T
         The norm before.
     """
     given = [p for p in params.values() if p.grad is not None]
-    shards = get_total_norm(p.grad for p in given if isinstance(p, DTensor))
-    whole = get_total_norm(p.grad for p in given if not isinstance(p, DTensor))
-    if isinstance(shards, DTensor):
-        shards = shards.full_tensor()
+    sides = [
+        [p for p in given if isinstance(p, DTensor)],
+        [p for p in given if not isinstance(p, DTensor)],
+    ]
+    norms = [
+        get_total_norm([p.grad for p in side if p.grad is not None]) for side in sides
+    ]
+    shards, whole = (n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
     total = torch.hypot(shards.to(whole.device), whole)
-    for kind in (True, False):
-        same = [p for p in given if isinstance(p, DTensor) is kind]
-        clip_grads_with_norm_(same, limit, total)
+    for side in sides:
+        clip_grads_with_norm_(side, limit, total)
     return total
 
 

@@ -6,6 +6,7 @@ import importlib
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigmodel.backends.engine import AbstractEngine, Job, Update
@@ -79,6 +80,11 @@ class HorovodEngine(AbstractWholeModelEngine):
         optimizer: Any = self._updater.optimizer
         if optimizer is None:
             return self._updater.update()
+        if self._plan.world > 1:
+            # By gloo, which gives up after the job's time-out. Horovod would wait for a
+            # silent rank for ever: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS did nothing in
+            # 0.28.1. Once all are here, all gradients are on their way.
+            dist.all_reduce(torch.zeros(1))
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             return self._updater.update()
