@@ -36,7 +36,10 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def costs() -> Costs:
     spec = bigmodel.trace(
-        model, torch.zeros(2, 64), loss=lambda output, batch: output.square().mean()
+        model,
+        torch.zeros(2, 64),
+        precision="fp32",
+        loss=lambda output, batch: output.square().mean(),
     )
     return Costs(spec, bigmodel.cluster("2xA100-40GB"))
 
@@ -93,14 +96,17 @@ def test_only_replicas_and_no_masters():
 
 def test_the_search_offers_it_only_by_name():
     arguments = {
-        "model": model,
-        "sample": torch.zeros(2, 64),
+        "precision": "autocast",
         "loss": lambda output, batch: output.square().mean(),
         "cluster": "2xA100-40GB",
         "global_batch": 4,
     }
-    assert bigmodel.plan(**arguments).plan.backend != "horovod"
-    decision = bigmodel.plan(**arguments, backends=["horovod"])
+    assert (
+        bigmodel.plan(model, torch.zeros(2, 64), **arguments).plan.backend != "horovod"
+    )
+    decision = bigmodel.plan(
+        model, torch.zeros(2, 64), **arguments, backends=["horovod"]
+    )
     assert decision.plan.backend == "horovod"
 
 
