@@ -143,8 +143,8 @@ def test_nothing_fits_is_3_and_says_what_would_help(config, tmp_path):
         ),
         (
             ("plan", "gpt2", "--global-batch", "8", "--cluster", "2xA100-40GB",
-             "--backend", "horovod"),
-            ("no backend named 'horovod'", "fsdp2"),
+             "--backend", "mesh-tensorflow"),
+            ("no backend named 'mesh-tensorflow'", "fsdp2"),
         ),
         (
             ("plan", "gpt2", "--global-batch", "8", "--cluster", "2xA100-40GB",
