@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -32,6 +34,7 @@ def wrap(
     """
     caps: dict[str, Any] = {"bucket_cap_mb": options.bucket_megabytes}
     if options.first_bucket_megabytes is not None:
+        _check_first_bucket(options)
         first = options.first_bucket_megabytes
         caps = {"bucket_cap_mb_list": [first, options.bucket_megabytes]}
     wrapped = DistributedDataParallel(
@@ -56,6 +59,19 @@ def wrap(
     elif options.hook == "bf16":
         wrapped.register_comm_hook(process_group, default_hooks.bf16_compress_hook)
     return wrapped, state
+
+
+def _check_first_bucket(options: DdpOptions) -> None:
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    if "bucket_cap_mb_list" not in known:
+        raise InvalidPlanError(
+            Violation(
+                field="ddp.first_bucket_megabytes",
+                got=options.first_bucket_megabytes,
+                rule=f"torch {torch.__version__} has one cap for all buckets",
+                cure="leave it None, or use torch 2.13",
+            )
+        )
 
 
 def _check_one_bucket(module: nn.Module, options: DdpOptions) -> None:

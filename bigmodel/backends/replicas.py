@@ -77,6 +77,7 @@ class Replica(AbstractPart):
         self._hook = compression(plan.ddp, self._trained, self._width)
         self._has_gradients = False
         self._bucket = 0
+        self._missing = 0
         self._sent_before = False
         self._reductions: list[int] = []
         weights = sum(step.elements for step in walk.steps)
@@ -96,6 +97,7 @@ class Replica(AbstractPart):
     def backward(self, index: int, *, last: bool) -> None:
         """Write the backward of a micro-batch; the last one reduces the gradients."""
         synchronise = last and self._bucketed
+        self._missing = self._elements * self._width
 
         def on_gradients(gradients: tuple[Gradient, ...], task: int) -> None:
             size = sum(g.elements for g in gradients) * self._width
@@ -165,12 +167,14 @@ class Replica(AbstractPart):
 
     def _fill(self, size: int, task: int) -> None:
         self._bucket += size
+        self._missing -= size
         # An explicit cap, even torch's default, holds for the first bucket too.
         options = self._plan.ddp
         cap = options.bucket_megabytes
         if not self._sent_before and options.first_bucket_megabytes is not None:
             cap = options.first_bucket_megabytes
-        if self._bucket >= cap * MIB:
+        # The last gradient sends what is left.
+        if self._bucket >= cap * MIB or not self._missing:
             self._send(task)
 
     def _send(self, task: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -94,7 +93,7 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
     return {key: value.detach().clone() for key, value in module.named_parameters()}
 
 
-def unu_01_an_unused_parameter_is_named(folder: Path) -> None:
+def unu_01_an_unused_parameter_is_named() -> None:
     for used_before in (False, True):
         with prepare(plan_of(), make(Branches), ADAMW, squared) as engine:
             flags = [torch.ones(2)] * used_before + [torch.zeros(2)]
@@ -108,7 +107,7 @@ def unu_01_an_unused_parameter_is_named(folder: Path) -> None:
         contains(text, "find_unused=True")
 
 
-def unu_15_a_globally_unused_parameter_stays(folder: Path) -> None:
+def unu_15_a_globally_unused_parameter_stays() -> None:
     for changes in ({}, {"zero_stage": 1}, {"precision": "bf16"}, {"accumulation": 2}):
         plan = plan_of(ddp=DdpOptions(find_unused=True), **changes)
         with prepare(plan, make(Branches), ADAMW, squared) as engine:
@@ -123,7 +122,7 @@ def unu_15_a_globally_unused_parameter_stays(folder: Path) -> None:
         same(moved, {"used.weight", "used.bias"})
 
 
-def used_on_one_rank_only(folder: Path) -> None:
+def used_on_one_rank_only() -> None:
     """The other rank's gradient counts as zero, as in one process."""
     alone = make(Branches)
     optimizer = ADAMW(alone.parameters())
@@ -142,7 +141,7 @@ def used_on_one_rank_only(folder: Path) -> None:
             close(value, alone.get_parameter(key))
 
 
-def unu_03_recompute_with_unused_parameters(folder: Path) -> None:
+def unu_03_recompute_with_unused_parameters() -> None:
     """A layer in two recomputed blocks is ready once, though some are unused."""
     alone = make(Shared)
     optimizer = ADAMW(alone.parameters())
@@ -171,7 +170,7 @@ class Scale(nn.Module):
         return (inputs * self.weight).mean()
 
 
-def ga_10_gradients_are_those_of_all_micro_batches(folder: Path) -> None:
+def ga_10_gradients_are_those_of_all_micro_batches() -> None:
     """The gradient is the mean of 1, 10, 1, 20 on both ranks, not 5.5 and 10.5."""
     plan = Plan(backend="ddp", mesh=Mesh(replicate=WORLD), accumulation=2)
     batch = torch.tensor([1.0, 10.0] if dist.get_rank() == 0 else [1.0, 20.0])
@@ -190,7 +189,7 @@ def fields_of(plan: Plan) -> dict:
     return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
 
 
-def ga_15_nothing_is_reduced_before_the_last_micro_batch(folder: Path) -> None:
+def ga_15_nothing_is_reduced_before_the_last_micro_batch() -> None:
     """Modules within modules have no wrappers: one context holds for all."""
     plan = plan_of(accumulation=3, ddp=DdpOptions(bucket_megabytes=1e-4))
     counts = []
@@ -207,7 +206,7 @@ def ga_15_nothing_is_reduced_before_the_last_micro_batch(folder: Path) -> None:
     same([count > 0 for count in counts], [False, False, True] * 2)
 
 
-def hang_05_evaluation_reduces_nothing(folder: Path) -> None:
+def hang_05_evaluation_reduces_nothing() -> None:
     """One rank evaluates alone; the next step works and the ranks stay equal."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     with prepare(plan_of(), model, SGD, squared) as engine:
@@ -225,7 +224,7 @@ def hang_05_evaluation_reduces_nothing(folder: Path) -> None:
             same(torch.equal(*others), True)
 
 
-def zero_1_obeys_groups_and_schedules(folder: Path) -> None:
+def zero_1_obeys_groups_and_schedules() -> None:
     """Any optimizer, two groups and a schedule: the same weights as under DDP."""
     kinds = {
         "adamw": partial(torch.optim.AdamW, lr=1e-2, eps=1e-6),
@@ -259,7 +258,7 @@ def zero_1_obeys_groups_and_schedules(folder: Path) -> None:
             close(ends[1][key], value)
 
 
-def zero_1_states_are_dealt_as_the_shadow_says(folder: Path) -> None:
+def zero_1_states_are_dealt_as_the_shadow_says() -> None:
     model = make(small)
     params = [
         Param(name=key, shape=tuple(value.shape), dtype="float32")
@@ -273,7 +272,7 @@ def zero_1_states_are_dealt_as_the_shadow_says(folder: Path) -> None:
     same(held, expected)
 
 
-def powersgd_learns(folder: Path) -> None:
+def powersgd_learns() -> None:
     """The loss falls as without compression, to within a tenth of its fall."""
     losses = {}
     target = points(16, 5).sum(1, keepdim=True).expand(16, 4).contiguous()
@@ -295,13 +294,13 @@ def powersgd_learns(folder: Path) -> None:
     within(abs(losses["powersgd"][-1] - losses["none"][-1]) < 0.1 * fall, losses)
 
 
-def powersgd_refuses_several_buckets_under_gloo(folder: Path) -> None:
+def powersgd_refuses_several_buckets_under_gloo() -> None:
     options = DdpOptions(hook="powersgd", bucket_megabytes=1e-4)
     text = refusal(lambda: prepare(plan_of(ddp=options), make(small), SGD, squared))
     contains(text, "in one bucket")
 
 
-CHECKS: dict[str, Callable[[Path], None]] = {
+CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
         unu_01_an_unused_parameter_is_named,

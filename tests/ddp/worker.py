@@ -25,7 +25,7 @@ def main() -> None:
         if names and name not in names:
             continue
         try:
-            check(folder)
+            check()
             results[name] = ""
         except Exception:
             results[name] = traceback.format_exc()
