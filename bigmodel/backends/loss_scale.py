@@ -83,7 +83,8 @@ class LossScale:
         named = {
             name: _local(value.grad)
             for name, value in params.items()
-            if value.grad is not None
+            # A shard may be empty, where there are more ranks than rows.
+            if value.grad is not None and _local(value.grad).numel()
         }
         if not named:
             return None
