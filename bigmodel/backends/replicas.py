@@ -124,6 +124,20 @@ class Replica(AbstractPart):
                 Task(label="wait for gradients", after=tuple(self._reductions))
             )
 
+    def backward_of_weights(self, index: int, *, last: bool) -> None:
+        """Write the part of a backward that makes the gradients of weights.
+
+        Without DDP: torch sets these gradients past its hooks.
+        """
+
+        def on_gradients(gradients: tuple[Gradient, ...], task: int) -> None:
+            if self._has_gradients:
+                size = sum(g.elements for g in gradients) * self._width
+                self._builder.allocate(GRADIENTS, -size, "accumulate gradient")
+
+        self.walk.backward_of_weights(f"micro-batch {index}", on_gradients)
+        self._has_gradients = True
+
     def update(self) -> None:
         """Write the optimizer's step and the end of the gradients."""
         self.step()

@@ -25,6 +25,16 @@ BUCKETS = "communication buckets"
 HOOK = "communication hook"
 GATHERED = "gathered weights"
 STEP = "optimizer step"
+SPLIT = "split"
+"""Key of the phases whose backward comes in two parts; see `models.Unit`."""
+_ALL_PHASES = (
+    "forward",
+    "backward",
+    "weights",
+    "forward_end",
+    "backward_end",
+    "weights_end",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +50,10 @@ class Step:
     receives_gradient: bool = False
     """The gradient of its output lies in a receive buffer of the pipeline."""
     split: tuple[Param, ...] = ()
-    """Parameters tied to one on another rank: each rank has a gradient of its own."""
+    """Parameters tied to one outside this walk. On another rank that has a gradient of
+    its own; in another stage of this rank the gradient appears here."""
+    settled: frozenset[str] = frozenset()
+    """Full names of the others of such pairs: their gradient appears elsewhere."""
 
     @property
     def unit(self) -> Unit:
@@ -52,16 +65,35 @@ class Step:
         """What reports call the unit."""
         return self.placed.path or f"({self.placed.role} the blocks)"
 
+    def full_name(self, param: Param) -> str:
+        """Return the path of a parameter in the whole model."""
+        return _full_name(self.placed, param)
+
     @property
     def elements(self) -> int:
         """Number of parameters."""
         return sum(param.elements for param in self.owned)
 
 
-def steps_of(plan: Plan, placed: Sequence[Placed]) -> tuple[Step, ...]:
-    """Return a rank's units in forward order with the recompute policy of each."""
+def steps_of(
+    plan: Plan, placed: Sequence[Placed], beside: Sequence[Placed] = ()
+) -> tuple[Step, ...]:
+    """Return a rank's units in forward order with the recompute policy of each.
+
+    Args:
+        plan: The plan.
+        placed: The units.
+        beside: Units of other stages on the same rank, with which they share tensors.
+    """
     policies = dict(zip(plan.units, plan.recompute, strict=False))
     here = {_full_name(p, param) for p in placed for param in p.unit.owned()}
+    there = {_full_name(p, param) for p in beside for param in p.unit.owned()}
+    settled = frozenset(
+        param.tied_to
+        for p in beside
+        for param in p.unit.params
+        if param.tied_to is not None and param.tied_to in here
+    )
     steps = []
     for p in placed:
         copies = tuple(param for param in p.unit.params if param.tied_to is not None)
@@ -70,11 +102,20 @@ def steps_of(plan: Plan, placed: Sequence[Placed]) -> tuple[Step, ...]:
             Step(
                 placed=p,
                 policy=policies.get(p.path, "none"),
-                owned=(*p.unit.owned(), *apart),
+                owned=(
+                    *p.unit.owned(),
+                    *(param for param in apart if param.tied_to not in there),
+                ),
                 split=apart,
+                settled=settled,
             )
         )
     return tuple(steps)
+
+
+def gradient_name(placed: Placed, gradient: Gradient) -> str:
+    """Return the full name of the parameter whose gradient it is."""
+    return f"{placed.path}.{gradient.param}" if placed.path else gradient.param
 
 
 def _full_name(placed: Placed, param: Param) -> str:
@@ -162,8 +203,6 @@ class Walk:
         self.costs = costs
         self.builder = builder
         self.steps = steps
-        self.backward_share = 1.0
-        """What of the seconds of a backward is written; a part may come apart."""
 
     def forward(
         self,
@@ -209,13 +248,18 @@ class Walk:
             label = f"backward {name} {step.label}"
             if on_gradients is None:
                 segment = self._whole(step, "backward")
-                self._compute(segment, label, waits, self.backward_share)
+                self._compute(segment, label, waits)
             else:
                 for segment in self._segments(step, "backward"):
-                    task = self._compute(segment, label, waits, self.backward_share)
+                    task = self._compute(segment, label, waits)
                     waits = ()
-                    if segment.gradients:
-                        on_gradients(segment.gradients, task)
+                    ready = tuple(
+                        gradient
+                        for gradient in segment.gradients
+                        if gradient_name(step.placed, gradient) not in step.settled
+                    )
+                    if ready:
+                        on_gradients(ready, task)
                 if step.split:
                     apart = tuple(Gradient(p.name, p.elements) for p in step.split)
                     on_gradients(apart, self.builder.last)
@@ -223,54 +267,82 @@ class Walk:
                 after(index)
         self._ends("backward_end", f"end of backward {name}")
 
-    def backward_seconds(self) -> float:
-        """Return the seconds of the backward of one micro-batch."""
-        return sum(self._whole(step, "backward").seconds for step in self.steps)
+    def backward_of_inputs(self, name: str) -> None:
+        """Write the gradients of inputs alone, last unit first."""
+        for step in reversed(self.steps):
+            segment = self._whole(step, "backward", SPLIT)
+            self._compute(segment, f"backward of inputs {name} {step.label}", ())
+        self._split_ends("backward_end", f"end of backward of inputs {name}")
 
-    def residue(self) -> dict[str, int]:
+    def backward_of_weights(
+        self, name: str, on_gradients: Callable[[tuple[Gradient, ...], int], None]
+    ) -> None:
+        """Write the gradients of weights alone, first unit first."""
+        for step in self.steps:
+            label = f"backward of weights {name} {step.label}"
+            for segment in self._segments(step, "weights", SPLIT):
+                task = self._compute(segment, label, ())
+                if segment.gradients:
+                    on_gradients(segment.gradients, task)
+        self._split_ends("weights_end", f"end of backward of weights {name}")
+
+    def residue(
+        self, policy: str | None = None, phases: Sequence[str] = _ALL_PHASES
+    ) -> dict[str, int]:
         """Return, by holder, the bytes that a micro-batch leaves live at its end.
 
         In a whole model only gradients; a pipeline stage also hands some of what it
         makes to others, and frees some of what they made.
+
+        Args:
+            policy: Key of the phases; None: every unit's recompute policy.
+            phases: Those that are summed.
         """
         changes = (
-            self._whole(step, phase).change
+            self._whole(step, phase, policy).change
             for step in self.steps
-            for phase in ("forward", "backward", "forward_end", "backward_end")
+            for phase in phases
         )
         return dict(merge(*changes))
 
-    def _segments(self, step: Step, phase: str) -> tuple[Segment, ...]:
+    def _segments(
+        self, step: Step, phase: str, policy: str | None = None
+    ) -> tuple[Segment, ...]:
         return self.costs.segments(
             step.unit,
-            step.policy,
+            policy or step.policy,
             phase,
             self.plan.micro_batch,
             receives_input=step.receives_input,
             receives_gradient=step.receives_gradient,
         )
 
-    def _whole(self, step: Step, phase: str) -> Segment:
+    def _whole(self, step: Step, phase: str, policy: str | None = None) -> Segment:
         return self.costs.whole(
             step.unit,
-            step.policy,
+            policy or step.policy,
             phase,
             self.plan.micro_batch,
             receives_input=step.receives_input,
             receives_gradient=step.receives_gradient,
         )
+
+    def _split_ends(self, phase: str, label: str) -> None:
+        for step in self.steps:
+            segment = self._whole(step, phase, SPLIT)
+            if segment.change:
+                self._compute(segment, label, ())
 
     def _compute(
         self,
         segment: Segment,
         label: str,
         waits: tuple[int, ...],
-        share: float = 1.0,
     ) -> int:
         return self.builder.add(
             Task(
                 label=label,
-                seconds=segment.seconds * share,
+                seconds=segment.seconds,
                 after=waits,
                 change=segment.change,
                 surge=segment.surge,

@@ -66,6 +66,10 @@ class Phases:
     weights that autocast caches."""
     backward_end: Tape = field(default_factory=Tape)
     """What it frees when the backward of all units of a rank has ended."""
+    weights: Tape = field(default_factory=Tape)
+    """Gradients of weights, where `backward` has those of inputs alone."""
+    weights_end: Tape = field(default_factory=Tape)
+    """What it frees when the gradients of the weights of all units are made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,8 @@ class Unit:
     params: tuple[Param, ...]
     """In order of registration, buffers last."""
     phases: dict[str, Phases]
-    """By recompute policy."""
+    """By recompute policy. Under `split` the backward of `none` in two parts, for
+    models that can be cut into stages."""
     input_bytes_per_sample: int = 0
     """Bytes of the activations that the unit before hands over, per sample."""
 

@@ -23,6 +23,7 @@ from bigmodel.models import (
 )
 from bigmodel.observe.layout import Layout
 from bigmodel.observe.operators import RawOp
+from bigmodel.observe.split_backward import POLICY as SPLIT
 from bigmodel.observe.storages import (
     Place,
     RawEvent,
@@ -32,7 +33,14 @@ from bigmodel.observe.storages import (
     storage_key,
 )
 
-_TAPES = ("forward", "backward", "forward_end", "backward_end")
+_TAPES = (
+    "forward",
+    "backward",
+    "weights",
+    "forward_end",
+    "backward_end",
+    "weights_end",
+)
 
 
 class LawError(Exception):
@@ -67,12 +75,17 @@ def assemble(
     for number in layout.traced_units:
         phases = {}
         for policy, steps in recordings.items():
-            raw = [_raw_tapes(step, number, layout) for step in steps]
+            split = policy == SPLIT
+            raw = [_raw_tapes(step, number, layout, split) for step in steps]
             prefix = _prefix(layout, number)
             tapes = {
                 key: _fit([tape[key] for tape in raw], sizes, prefix, laws)
                 for key in _TAPES
             }
+            if split:
+                # Its first block alone also sees what the embeddings free.
+                whole = phases["none"]
+                tapes |= {"forward": whole.forward, "forward_end": whole.forward_end}
             phases[policy] = Phases(**tapes)
         units[number] = Unit(
             params=tuple(places.get(number, ())),
@@ -189,13 +202,13 @@ def _enclosing(name: str, paths: Mapping[str, int]) -> str | None:
 
 
 def _raw_tapes(
-    step: StepRecord, unit: int, layout: Layout
+    step: StepRecord, unit: int, layout: Layout, split: bool
 ) -> dict[str, list[RawEvent]]:
     events = step.recording.events
     raw: dict[str, list[RawEvent]] = {key: [] for key in _TAPES}
-    for phase in ("forward", "backward"):
+    for phase in ("forward", "backward", "weights"):
         for event in events.get((unit, phase), ()):
-            late = _late(event[1], layout) if isinstance(event, tuple) else None
+            late = _late(event[1], layout, split) if isinstance(event, tuple) else None
             if late is None:
                 raw[phase].append(event)
             elif isinstance(event, tuple) and event[0] == "born":
@@ -205,13 +218,16 @@ def _raw_tapes(
     return raw
 
 
-def _late(storage: RawStorage, layout: Layout) -> str | None:
+def _late(storage: RawStorage, layout: Layout, split: bool) -> str | None:
     """Say at which end a storage goes that neither its unit nor the next ones free."""
     if storage.gradient:
         return None
     if storage.died is None or storage.died[0] >= layout.count:
         return "backward_end"
     unit, phase = storage.died
+    if split and not storage.boundary and phase != "forward":
+        # The graph goes as a whole, wherever the follower stands then.
+        return None if unit == storage.born[0] else f"{phase}_end"
     cached = storage.cast and phase == "forward" and unit != storage.born[0]
     if unit in layout.neighbours(storage.born[0]) and not cached:
         return None
@@ -302,7 +318,7 @@ def _kind(storage: RawStorage) -> Kind:
 
 
 def _is_temporary(born: Place, died: Place | None) -> bool:
-    return died is not None and (born[1] == "backward" or born == died)
+    return died is not None and (born[1] != "forward" or born == died)
 
 
 def _per_sample(values: Sequence[int], sizes: Sequence[int]) -> int:
@@ -335,4 +351,4 @@ def _sequence(layout: Layout, units: Mapping[int, Unit]) -> tuple[Placed, ...]:
 
 def _empty() -> Unit:
     nothing = Phases(forward=Tape(), backward=Tape())
-    return Unit(params=(), phases={"none": nothing, "full": nothing})
+    return Unit(params=(), phases={"none": nothing, "full": nothing, SPLIT: nothing})

@@ -35,6 +35,7 @@ class UnitBoundaries:
         self._outputs: list[torch.Tensor] = []
         self._carried: dict[int, int] = {}
         self._num_outputs = 0
+        self._closed_to_gradients = False
         self._form: Any = None
         self._handles: list[Any] = []
         self._skipped: list[nn.Module] = []
@@ -46,6 +47,10 @@ class UnitBoundaries:
                 self._watch(index, block, row)
             else:
                 self._skip(index, block)
+
+    def ignore_gradients(self) -> None:
+        """Stay where the follower is when gradients pass from unit to unit again."""
+        self._closed_to_gradients = True
 
     def close(self) -> None:
         """Let go of everything that would keep tensors alive."""
@@ -94,6 +99,8 @@ class UnitBoundaries:
 
     def _gradient_hook(self, unit: int):
         def reached(gradient: torch.Tensor) -> None:
+            if self._closed_to_gradients:
+                return
             record = self._follower.storage_of(gradient)
             if record is not None and not record.gradient:
                 record.boundary = True

@@ -24,6 +24,7 @@ _VIEWS = frozenset(
         "unbind", "split_with_sizes", "chunk", "view_as", "reshape", "empty",
         "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh",
         "narrow", "unfold", "diagonal", "resize_", "is_same_size", "_reshape_alias",
+        "device",
     }
 )  # fmt: skip
 """Operators that run no kernel."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigmodel.observe.operators import RawOp, describe_operator
 
-Place = tuple[int, Literal["forward", "backward"]]
+Place = tuple[int, Literal["forward", "backward", "weights"]]
 """Unit and phase in which something happened."""
 
 

@@ -32,6 +32,12 @@ from bigmodel.observe.huggingface import real_paths
 from bigmodel.observe.layout import Layout
 from bigmodel.observe.repetition import find_rows, without_repetition
 from bigmodel.observe.sample import describe_sample
+from bigmodel.observe.split_backward import POLICY as SPLIT
+from bigmodel.observe.split_backward import (
+    GraphStart,
+    parameter_units,
+    run_split_backward,
+)
 from bigmodel.observe.storages import StepRecord, StorageFollower
 from bigmodel.observe.target import Target, TargetOperators
 from bigmodel.plans import NUMBER_FORMATS
@@ -113,6 +119,11 @@ def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
         recordings["full"] = [
             _record(subject, batch, size, reading) for size in SIZES[:2]
         ]
+    uncuttable = reading.uncuttable(subject.model, subject.paths)
+    if subject.paths and not uncuttable:
+        recordings[SPLIT] = [
+            _record(subject, batch, size, reading, split=True) for size in SIZES[:2]
+        ]
     try:
         spec = assemble(subject.model, subject.layout, SIZES, recordings)
     except LawError as error:
@@ -126,18 +137,24 @@ def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
         source=reading.source,
         precision=reading.precision,
         target=reading.target,
-        uncuttable=reading.uncuttable(subject.model, subject.paths),
+        uncuttable=uncuttable,
         **describe_sample(batch),
     )
 
 
 def _record(
-    subject: _Subject, batch: Any, samples: int, reading: Reading
+    subject: _Subject,
+    batch: Any,
+    samples: int,
+    reading: Reading,
+    *,
+    split: bool = False,
 ) -> StepRecord:
     model, layout = subject.model, subject.layout
     local = fake_batch(batch, samples, subject.mode)
     known = (*model.parameters(), *model.buffers(), *_tensors(local))
     follower = StorageFollower(known)
+    start = GraphStart(subject.blocks[0]) if split else None
     boundaries = UnitBoundaries(subject.blocks, layout, follower)
     handles = [
         parameter.register_post_accumulate_grad_hook(
@@ -158,7 +175,11 @@ def _record(
             ):
                 loss = reading.loss_of(model, local)
             follower.enter((layout.count - 1, "backward"))
-            loss.backward()
+            if start is None:
+                loss.backward()
+            else:
+                params = parameter_units(model, layout)
+                run_split_backward(loss, start, params, follower, boundaries)
             del loss
             follower.enter((layout.count, "backward"))
     except (BigModelError, NotSkippableError):
@@ -167,6 +188,8 @@ def _record(
         raise TracingError(_explain(error, type(model).__name__)) from error
     finally:
         boundaries.close()
+        if start is not None:
+            start.close()
         for handle in handles:
             handle.remove()
         for parameter in model.parameters():

@@ -15,7 +15,7 @@ from bigmodel.schedules.schedule import Schedule as Schedule
 
 SCHEDULES: Registry[Schedule] = Registry("pipeline schedule")
 """By the names that `Stages.schedule` may have."""
-SCHEDULES.add("gpipe", Schedule(rows=gpipe.rows))
+SCHEDULES.add("gpipe", Schedule(rows=gpipe.rows, holds_all=True))
 SCHEDULES.add("1f1b", Schedule(rows=one_f_one_b.rows, refusal=one_f_one_b.refusal))
 SCHEDULES.add(
     "interleaved",

@@ -18,5 +18,7 @@ class Schedule:
     placement: Placement = "one"
     refusal: Callable[[int, int, int], str] = lambda ranks, stages, count: ""
     """From the same to why it cannot run; empty if it can."""
+    holds_all: bool = False
+    """Whether activations of all micro-batches are live at the same time."""
     splits_backward: bool = False
     """Whether gradients of weights are computed apart from those of inputs."""

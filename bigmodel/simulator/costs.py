@@ -6,7 +6,15 @@ from bigmodel.clusters import Cluster
 from bigmodel.models import ModelSpec, Phases, Tape, Unit
 from bigmodel.simulator.segments import Segment, cut, join, without_free
 
-_PHASES = ("forward", "backward", "forward_end", "backward_end")
+_PHASES = (
+    "forward",
+    "backward",
+    "weights",
+    "forward_end",
+    "backward_end",
+    "weights_end",
+)
+"""In the order in which they may free the input."""
 
 
 class Costs:
@@ -50,9 +58,11 @@ class Costs:
             if receives_input:
                 size = unit.input_bytes_per_sample * micro_batch
                 tape = _keep_input(phases, phase, micro_batch, size)
-            if receives_gradient and phase == "backward":
+            if receives_gradient and phase in ("backward", "weights"):
                 size = self._outputs[id(unit)] * micro_batch
-                tape, _ = without_free(tape, micro_batch, size)
+                _, sooner = without_free(phases.backward, micro_batch, size)
+                if sooner == (phase == "backward"):
+                    tape, _ = without_free(tape, micro_batch, size)
             self._cache[key] = cut(tape, micro_batch, self.cluster.device)
         return self._cache[key]
 

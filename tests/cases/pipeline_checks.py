@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -162,6 +164,23 @@ def ga_01_micro_batches_weigh_by_their_tokens():
         # 9 / 5; the mean of the means would be 3.
         assert float(result.loss) == pytest.approx(1.8)
         assert weight(engine) == pytest.approx(1.0 - 1.8)
+
+
+def pp_11_batch_norm_is_warned_of_and_moves_once_a_micro_batch():
+    plan = two_stages(("0", "1"), 1, micro_batch=2, accumulation=2)
+    model = nn.Sequential(nn.BatchNorm1d(1), Scale())
+    first = dist.get_rank() == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = prepare(plan, model, sgd, mean_of)
+    said = [str(w.message) for w in caught if "micro-batch of 2" in str(w.message)]
+    assert len(said) == first
+    with engine:
+        engine.step((torch.arange(1.0, 5.0)[:, None], torch.zeros(4)))
+        state = engine.state_dict()
+        if first:
+            assert float(state["0.running_mean"]) == pytest.approx(0.485)
+            assert int(state["0.num_batches_tracked"]) == 2
 
 
 def hang_11_a_stage_without_parameters_takes_part_in_the_norm():

@@ -16,9 +16,15 @@ from bigmodel.plans import Mesh, Plan, Stages
 from bigmodel.schedules import SCHEDULES
 from bigmodel.simulator import Costs, Program
 
-_ONE_STAGE = ("gpipe", "1f1b")
-"""Schedules with one stage on a rank. Those that split the backward are not offered to
-the search: what torch keeps between its parts is not simulated yet."""
+_STAGES_ON_A_RANK = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "interleaved-zb": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+"""How many stages a rank has in the plans that the search is offered."""
 
 
 @final
@@ -59,6 +65,8 @@ class Pipeline(AbstractBackend):
                     rule=f"of schedule {schedule!r} {refusal}",
                     cure="use schedule 'gpipe', or another micro-batch",
                 )
+            yield from _split_violations(plan)
+            yield from _tie_violations(plan, model)
         yield from stage_violations(plan)
         splits = schedule in SCHEDULES and SCHEDULES.get(schedule).splits_backward
         if splits and plan.mesh.data_parallel > 1:
@@ -87,17 +95,21 @@ class Pipeline(AbstractBackend):
             meshes = [Mesh(pipeline=count, replicate=inside)]
             if inside > 1:
                 meshes.append(Mesh(pipeline=count, shard=inside))
-            ways = {schedule: balanced_cuts(costs, count) for schedule in _ONE_STAGE}
-            if 2 * count <= units:
-                ways["interleaved"] = balanced_cuts(costs, 2 * count)
+            cuts = {
+                laps: balanced_cuts(costs, laps * count)
+                for laps in (1, 2)
+                if laps * count <= units
+            }
             for mesh in meshes:
-                for schedule, cuts in ways.items():
-                    stages = Stages(schedule=schedule, cuts=cuts)
+                for schedule, laps in _STAGES_ON_A_RANK.items():
+                    splits = SCHEDULES.get(schedule).splits_backward
+                    if laps not in cuts or (splits and mesh.data_parallel > 1):
+                        continue
                     yield Plan(
                         backend=self.name,
                         mesh=mesh,
                         units=costs.model.units,
-                        stages=stages,
+                        stages=Stages(schedule=schedule, cuts=cuts[laps]),
                     )
 
     def programs(
@@ -105,6 +117,50 @@ class Pipeline(AbstractBackend):
     ) -> tuple[Program, ...]:
         """Return the shadow's programs."""
         return shadow.programs(plan, costs, micro_batches)
+
+
+def _split_violations(plan: Plan) -> Iterator[Violation]:
+    """Yield what does not go with a backward in two parts."""
+    schedule = plan.stages.schedule if plan.stages else ""
+    if not SCHEDULES.get(schedule).splits_backward:
+        return
+    cure = "use schedule 'interleaved' or '1f1b'"
+    if plan.mesh.data_parallel > 1:
+        # Seen on a chain of blocks with residuals, torch 2.13: weights 0.2 off after
+        # one step of SGD, under DDP and under FSDP2.
+        yield Violation(
+            field="stages.schedule",
+            got=schedule,
+            rule=f"with {plan.mesh.data_parallel} data-parallel ranks in each stage it "
+            "would train wrongly: torch sets gradients of weights past the hooks by "
+            "which DDP and FSDP2 reduce them",
+            cure=cure,
+        )
+    if "full" in plan.recompute:
+        yield Violation(
+            field="recompute",
+            got="full",
+            rule=f"under schedule {schedule!r} torch would run a block's forward again "
+            "for every operator with weights that it holds, not once",
+            cure=f"recompute nothing, or {cure}",
+        )
+
+
+def _tie_violations(plan: Plan, model: ModelSpec | None) -> Iterator[Violation]:
+    """Yield a weight that two replicated or sharded stages of one rank share."""
+    if model is None or plan.stages is None or plan.mesh.data_parallel == 1:
+        return
+    ends = {0, plan.num_stages - 1}
+    both = any(ends <= set(plan.rank_stages(r)) for r in range(plan.mesh.pipeline))
+    tied = next((p.name for p in model.after.params if p.tied_to is not None), None)
+    if both and tied is not None:
+        yield Violation(
+            field="stages.schedule",
+            got=plan.stages.schedule,
+            rule=f"the first and the last stage share {tied} and a rank, and each "
+            "would average its gradient over the data-parallel ranks by itself",
+            cure="use 1f1b or interleaved, or a mesh of pipeline stages alone",
+        )
 
 
 BACKEND = Pipeline()

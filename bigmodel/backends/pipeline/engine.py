@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from bigmodel.backends.batch import num_samples, split
 from bigmodel.backends.engine import AbstractEngine, Batch, Job, LossShare, Update
+from bigmodel.backends.pipeline.batch_statistics import warn_of_batch_norm
 from bigmodel.backends.pipeline.clipping import clip_gradients
 from bigmodel.backends.pipeline.cutting import check_model, cut_model
 from bigmodel.backends.pipeline.data_parallel import reshard, spread
@@ -101,6 +102,8 @@ class PipelineEngine(AbstractEngine):
                 stage.to(job.device)
             cut.watch_first_run()
         models = [stage.model for stage in self._stages.values()]
+        for model in models:
+            warn_of_batch_norm(model, plan.micro_batch, plan.accumulation)
         self._shared = find_shared(as_one(models), tied, plan.mesh)
         _check_ties(models, tied, plan)
         self._wrapped: dict[int, nn.Module] = {}

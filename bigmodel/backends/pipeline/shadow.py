@@ -2,8 +2,12 @@
 
 Source: torch 2.13, `torch/distributed/pipelining/{stage,schedules}.py`. Receive buffers
 for all micro-batches are allocated once and stay: hidden states on every stage but the
-first, their gradients on every stage but the last. What a stage sends is kept until the
-micro-batch's backward. Stages differ, so there is one program for each.
+first, their gradients on every stage but the last. Where the neighbour is on the same
+rank, the buffer holds what that handed over last, until the next step replaces it.
+
+What a stage sends is kept until the micro-batch's backward. Where that is split, the
+gradient of an input that came from another rank stays to the next step: torch leaves it
+on the receive buffer. Ranks differ, so there is one program for each.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from bigmodel.backends.replicas import Replica
 from bigmodel.backends.shards import Shards
 from bigmodel.backends.walk import (
     GRADIENTS,
+    SPLIT,
     Step,
     Walk,
     hold_batch,
@@ -116,11 +121,14 @@ class _RankProgram:
                 stage.backward_of_inputs(index)
             else:
                 stage.backward_of_weights(index)
-        parts = [stage.part for stage in self._stages.values()]
-        for part in parts:
-            part.step()
-        for part in parts:
-            part.drop_gradients()
+        stages = self._stages.values()
+        for stage in stages:
+            stage.end_schedule()
+        for stage in stages:
+            stage.part.step()
+        for stage in stages:
+            stage.part.drop_gradients()
+            stage.end_step()
         return self._builder.build()
 
 
@@ -144,32 +152,62 @@ class _Stage:
         self._done = 0
         self._first = stage == 0
         self._last = stage == plan.num_stages - 1
-        # A neighbour on the same rank is handed tensors, and needs no buffers.
         self._receives = not self._first and stage - 1 not in held
         self._sends = not self._last and stage + 1 not in held
+        self._hands_over = not self._last and not self._sends
+        self._waits_at_end = len(held) > 1
+        self._until_end = self._until_next_step = 0
         self._makes_input = makes_block_input(costs.model.before)
-        steps = self._steps()
+        steps = self._steps(held)
         self._entering = steps[0].unit.input_bytes_per_sample * plan.micro_batch
         self._leaving = costs.output_bytes(steps[-1].unit, plan.micro_batch)
-        received = self._entering if self._receives else 0
-        received += self._leaving if self._sends else 0
+        received = 0 if self._first else self._entering
+        received += 0 if self._last else self._leaving
         builder.hold(RECEIVED, received * plan.accumulation)
         walk = Walk(plan, costs, builder, steps)
-        self._half = walk.backward_seconds() / 2
-        residue = walk.residue()
-        made = residue.pop(GRADIENTS, 0)
-        expected = sum(p.elements for p in trainable(steps)) * weight_bytes(plan)
+        self._schedule = SCHEDULES.get(plan.stages.schedule)  # type: ignore[union-attr]
+        made, self._kept = self._left_over(walk)
+        expected = sum(p.elements for p in trainable(steps))
+        # Those that two stages of this rank share are stepped in the first of them, and
+        # their gradient appears in the last.
+        for step in steps:
+            moved = (p for p in step.unit.owned() if step.full_name(p) in step.settled)
+            expected -= sum(p.elements for p in moved)
+            expected += sum(p.elements for p in step.split if p not in step.owned)
+        expected *= weight_bytes(plan)
         # In one process both uses of a tied weight share a gradient; here each stage
         # has its own, wherever the trace saw the shared one appear.
         self._own_gradient = expected - made
-        self._kept = sum(residue.values())
-        if self._makes_input and not self._first:
-            self._kept += self._entering
+        self._handed_back = 0
+        self._hold_unwritten(walk, plan.accumulation - micro_batches)
+        if self._schedule.splits_backward and not self._first:
+            _, kept = self._left_over(walk, SPLIT)
+            self._handed_back = kept - (0 if self._last else self._leaving)
         self.part: Shards | Replica = (
             Shards(plan, costs, builder, walk, postpone=True, batch=False)
             if plan.mesh.shard > 1
             else Replica(plan, costs, builder, walk, batch=False)
         )
+
+    def _hold_unwritten(self, walk: Walk, count: int) -> None:
+        """Keep from the start what micro-batches that are not written would leave."""
+        size = late = 0
+        if self._schedule.holds_all:
+            size = sum(walk.residue(phases=("forward", "forward_end")).values())
+            if self._makes_input and not self._first:
+                size += self._entering
+        elif self._waits_at_end:
+            size = self._leaving if self._sends else 0
+            backwards = self._entering if self._receives else 0
+            if self._schedule.splits_backward:
+                late = backwards
+            else:
+                size += backwards
+        self._until_end = size * count
+        self._until_next_step = late * count
+        if self._until_end + self._until_next_step:
+            kept = self._until_end + self._until_next_step
+            self._keep(kept, "micro-batches before")
 
     def forward(self, micro_batch: int) -> None:
         """Write a forward, with what it receives and sends."""
@@ -180,6 +218,8 @@ class _Stage:
         self.part.forward(micro_batch)
         if self._sends:
             self._send(f"F{self._stage + 1}.{micro_batch}", self._leaving)
+        elif self._hands_over:
+            self._keep(-self._leaving, "replace what was handed over")
 
     def backward(self, micro_batch: int) -> None:
         """Write a backward, with what it receives and sends."""
@@ -189,32 +229,67 @@ class _Stage:
         if self._receives:
             self._send(f"B{self._stage - 1}.{micro_batch}", self._entering)
         if self._kept > 0:
-            self._keep(-self._kept, "drop what was sent")
+            self._let_go(self._kept)
+
+    def _let_go(self, kept: int) -> None:
+        """Write the end of what a backward leaves: the output, the input's gradient."""
+        handed_over = 0 if self._last or self._sends else self._leaving
+        forwards = self._leaving if self._sends else 0
+        backwards = kept - forwards - handed_over
+        if self._waits_at_end:
+            self._until_end += forwards + (backwards if self._receives else 0)
+            freed = 0 if self._receives else backwards
+        else:
+            freed = forwards + backwards
+        if freed:
+            self._keep(-freed, "drop what was sent")
 
     def backward_of_inputs(self, micro_batch: int) -> None:
-        """Write the part of a backward that other stages wait for: half of its time.
+        """Write the part of a backward that other stages wait for.
 
-        torch keeps the whole graph until the gradients of weights are made, so nothing
-        is freed.
+        Nobody waits for the first stage, which does all in the other part.
         """
         if self._sends:
             self._receive(f"B{self._stage}.{micro_batch}")
-        self._builder.add(
-            Task(
-                label=f"backward of inputs, micro-batch {micro_batch}",
-                seconds=self._half,
-            )
-        )
+        if self._first:
+            return
+        self.part.walk.backward_of_inputs(f"micro-batch {micro_batch}")
         if self._receives:
             self._send(f"B{self._stage - 1}.{micro_batch}", self._entering)
+            self._until_next_step += self._handed_back
+        else:
+            self._keep(-self._handed_back, "replace the gradient that was handed over")
 
     def backward_of_weights(self, micro_batch: int) -> None:
         """Write the rest of a backward, which frees what the forward kept."""
-        self.part.walk.backward_share = 0.5
-        self._rest_of_backward(micro_batch)
-        self.part.walk.backward_share = 1.0
-        if self._kept > 0:
-            self._keep(-self._kept, "drop what was sent")
+        if self._first:
+            self._rest_of_backward(micro_batch)
+        else:
+            self._done += 1
+            if not isinstance(self.part, Replica):
+                raise ValueError("a split backward goes with stages alone")
+            self.part.backward_of_weights(micro_batch, last=self._done == self._count)
+        if self._sends:
+            self._until_end += self._leaving
+
+    def end_schedule(self) -> None:
+        """Write the end of the sends, where the schedule waits for them only then."""
+        if self._until_end:
+            self._keep(-self._until_end, "drop what was sent")
+
+    def end_step(self) -> None:
+        """Write the end of what torch keeps to the next step."""
+        if self._until_next_step:
+            self._keep(-self._until_next_step, "drop gradients of received inputs")
+
+    def _left_over(self, walk: Walk, policy: str | None = None) -> tuple[int, int]:
+        """Return the bytes of gradients and of the rest that a micro-batch leaves."""
+        residue = walk.residue(policy)
+        made = residue.pop(GRADIENTS, 0)
+        kept = sum(residue.values())
+        if self._makes_input and not self._first:
+            kept += self._entering
+        return made, kept
 
     def _rest_of_backward(self, micro_batch: int) -> None:
         if self._kept < 0:
@@ -227,9 +302,13 @@ class _Stage:
         # Only the last one that ends reduces gradients.
         self.part.backward(micro_batch, last=self._done == self._count)
 
-    def _steps(self) -> tuple[Step, ...]:
-        sequence = stage_sequence(self._plan, self._costs, self._stage)
-        steps = list(steps_of(self._plan, sequence))
+    def _steps(self, held: tuple[int, ...]) -> tuple[Step, ...]:
+        sequences = {
+            stage: stage_sequence(self._plan, self._costs, stage) for stage in held
+        }
+        sequence = sequences.pop(self._stage)
+        beside = [placed for other in sequences.values() for placed in other]
+        steps = list(steps_of(self._plan, sequence, beside))
         if not self._first and not self._makes_input:
             steps[0] = replace(steps[0], receives_input=True)
         if not self._last:
