@@ -75,7 +75,8 @@ def _of(name: str, model: str, plan: Plan) -> Iterator[Case]:
         most = plain.plan
     everything = replace(plain, plan=_recomputed(most), clip_norm=0.1, freeze=True)
     yield replace(plain, name=f"{name}-plain", quick=model == "mlp")
-    yield replace(plain, name=f"{name}-recompute", plan=_recomputed(plain.plan))
+    if (recomputed := _recomputed(plain.plan)) != plain.plan:
+        yield replace(plain, name=f"{name}-recompute", plan=recomputed)
     yield replace(plain, name=f"{name}-clip", plan=most, clip_norm=0.1)
     yield replace(
         everything, name=f"{name}-everything", resume=True, quick=model == "gpt2"
@@ -105,4 +106,6 @@ def _sized(plan: Plan, accumulation: int) -> Plan:
 
 
 def _recomputed(plan: Plan) -> Plan:
-    return replace(plan, recompute=("full",) * len(plan.units))
+    """Return the plan with all recomputed, or as it is where that is refused."""
+    full = replace(plan, recompute=("full",) * len(plan.units))
+    return plan if list(refusals(BACKENDS.get(plan.backend), full)) else full

@@ -68,15 +68,6 @@ class Pipeline(AbstractBackend):
             yield from _split_violations(plan)
             yield from _tie_violations(plan, model)
         yield from stage_violations(plan)
-        splits = schedule in SCHEDULES and SCHEDULES.get(schedule).splits_backward
-        if splits and plan.mesh.data_parallel > 1:
-            yield Violation(
-                field="stages.schedule",
-                got=schedule,
-                rule="it makes gradients of weights apart from those of inputs, and "
-                "torch 2.13 does not average them over data-parallel ranks",
-                cure="use 1f1b or interleaved, or a mesh of pipeline stages alone",
-            )
         if model is not None and model.uncuttable:
             yield Violation(
                 field="model",
