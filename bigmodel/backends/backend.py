@@ -21,6 +21,7 @@ from bigmodel.simulator import Costs, Program
 _FOR_SOME = (
     "zero_stage",
     "stages",
+    "devices_per_process",
     "compile",
     "offload",
     "ddp",

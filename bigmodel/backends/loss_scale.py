@@ -91,9 +91,14 @@ class LossScale:
         # In fp32: 1 / 2**16 is denormal in float16.
         for gradient in named.values():
             gradient.mul_(1 / self.factor)
+        # Gradients of one process may be on several devices.
+        device = next(iter(named.values())).device
         # A norm, because isfinite would make tensors of the gradient's size.
         finite = torch.stack(
-            [torch.linalg.vector_norm(g, math.inf).isfinite() for g in named.values()]
+            [
+                torch.linalg.vector_norm(g, math.inf).isfinite().to(device)
+                for g in named.values()
+            ]
         )
         if finite.all():
             return None

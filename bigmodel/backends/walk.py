@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bigmodel.backends.kept_inputs import KeptInputs
 from bigmodel.models import OPTIMIZERS, Gradient, Param, Placed, Unit
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Segment, Task
@@ -203,6 +204,9 @@ class Walk:
         self.costs = costs
         self.builder = builder
         self.steps = steps
+        self.ends_with_others = False
+        """Whether a pass ends by `end` only, together with other units' walks."""
+        self._inputs = KeptInputs(plan, costs, builder, steps)
 
     def forward(
         self,
@@ -220,11 +224,14 @@ class Walk:
         """
         for index, step in enumerate(self.steps):
             waits = before(index) if before else ()
+            self._inputs.before_forward(index)
             segment = self._whole(step, "forward")
             self._compute(segment, f"forward {name} {step.label}", waits)
+            self._inputs.after_forward(index)
             if after:
                 after(index)
-        self._ends("forward_end", f"end of forward {name}")
+        if not self.ends_with_others:
+            self.end("forward", name)
 
     def backward(
         self,
@@ -245,6 +252,7 @@ class Walk:
         for index in reversed(range(len(self.steps))):
             step = self.steps[index]
             waits = before(index) if before else ()
+            self._inputs.before_backward(index)
             label = f"backward {name} {step.label}"
             if on_gradients is None:
                 segment = self._whole(step, "backward")
@@ -265,7 +273,15 @@ class Walk:
                     on_gradients(apart, self.builder.last)
             if after:
                 after(index)
-        self._ends("backward_end", f"end of backward {name}")
+        if not self.ends_with_others:
+            self.end("backward", name)
+
+    def end(self, phase: str, name: str) -> None:
+        """Write what units free once the whole `forward` or `backward` has ended."""
+        for step in self.steps:
+            segment = self._whole(step, f"{phase}_end")
+            if segment.change:
+                self._compute(segment, f"end of {phase} {name}", ())
 
     def backward_of_inputs(self, name: str) -> None:
         """Write the gradients of inputs alone, last unit first."""
@@ -348,9 +364,3 @@ class Walk:
                 surge=segment.surge,
             )
         )
-
-    def _ends(self, phase: str, label: str) -> None:
-        for step in self.steps:
-            segment = self._whole(step, phase)
-            if segment.change:
-                self._compute(segment, label, ())

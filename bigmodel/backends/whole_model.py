@@ -76,4 +76,6 @@ class AbstractWholeModelEngine(AbstractEngine):
         with autocast(self._plan, self._device):
             positional, named = model_inputs(self.module, batch, self._loss)
             output = call(*positional, **named)
-            return compute_loss(self.module, output, batch, self._loss)
+            loss = compute_loss(self.module, output, batch, self._loss)
+            # A model over several devices may have it on another one.
+            return loss.to(self._device)

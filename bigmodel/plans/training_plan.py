@@ -40,7 +40,8 @@ class Stages:
 
     schedule: str
     """Name of the schedule: `gpipe`, `1f1b`, `interleaved`, `interleaved-zb`, `zbv`,
-    `dualpipev`. All but the first two have several stages on a rank."""
+    `dualpipev`. All but the first two have several stages on a rank. `naive`: the
+    stages of one process, one after another on its devices."""
     cuts: tuple[int, ...]
     """Index in `Plan.units` of the first unit of every stage but the first. What comes
     before the first unit (embeddings) belongs to the first stage, what comes after the
@@ -77,6 +78,9 @@ class Plan:
     ZeroRedundancyOptimizer); 0: no ZeRO."""
     stages: Stages | None = None
     """Pipeline cuts and schedule; None without a pipeline."""
+    devices_per_process: int = 1
+    """Devices that every process owns. More than 1 only under backends that spread a
+    model over the devices of one process: `naive`, `fairscale_pipe`, `dataparallel`."""
     compile: bool = False
     """Compile every unit with `torch.compile`."""
     offload: Offload = field(default_factory=Offload)
@@ -98,6 +102,11 @@ class Plan:
     def world(self) -> int:
         """Number of ranks."""
         return self.mesh.world
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of all ranks."""
+        return self.world * self.devices_per_process
 
     @property
     def local_batch(self) -> int:
@@ -122,6 +131,8 @@ class Plan:
         """Return the stages of one rank of a pipeline, first one first."""
         if self.stages is None:
             return (0,)
+        if self.mesh.pipeline == 1:
+            return tuple(range(self.num_stages))
         placement = "one"
         if self.stages.schedule in SCHEDULES:
             placement = SCHEDULES.get(self.stages.schedule).placement
@@ -146,9 +157,11 @@ class Plan:
             words.append(f"ZeRO-{self.zero_stage}")
         if self.mesh.shard > 1 and not self.zero_stage:
             words.append(_reshard(self.fsdp2.reshard_after_forward))
-        if self.stages:
+        if self.stages and self.stages.schedule != self.backend:
             words.append(self.stages.schedule)
         words.append(f"[{self.mesh}]")
+        if self.devices_per_process > 1:
+            words.append(f"on {self.devices_per_process} devices")
         words.append(f"micro-batch {self.micro_batch} x {self.accumulation}")
         full = self.recompute.count("full")
         if full:
@@ -172,7 +185,7 @@ def _reshard(policy: bool | int) -> str:
 
 
 def _violations(plan: Plan):
-    for name in ("micro_batch", "accumulation"):
+    for name in ("micro_batch", "accumulation", "devices_per_process"):
         size = getattr(plan, name)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             yield Violation(
@@ -223,7 +236,8 @@ def _stage_violations(plan: Plan):
     cuts, stages = plan.stages.cuts, plan.num_stages
     if plan.stages.schedule in SCHEDULES:
         placement = SCHEDULES.get(plan.stages.schedule).placement
-        refusal = count_refusal(count, stages, placement)
+        # A stage is on a device, whether or not each has a process of its own.
+        refusal = count_refusal(count * plan.devices_per_process, stages, placement)
         if refusal:
             yield Violation(
                 field="stages.cuts",

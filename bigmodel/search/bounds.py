@@ -45,6 +45,9 @@ class Bounds:
         masters = 4 * model.trainable_elements if width == 2 else 0
         weights = width * model.elements
         shard, stages = plan.mesh.shard, plan.mesh.pipeline
+        if plan.stages is not None:
+            # Stages of one process lie on its devices.
+            stages *= plan.devices_per_process
         if plan.backend == "deepspeed":
             sharded = weights / shard if plan.zero_stage == 3 else weights
             return int(sharded + (states + masters) / shard)

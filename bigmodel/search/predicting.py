@@ -42,7 +42,9 @@ def predict(plan: Plan, costs: Costs, *, spans: bool = True) -> Estimate:
     model, cluster = costs.model, costs.cluster
     samples = plan.global_batch / seconds
     slowest = max(timelines, key=lambda timeline: timeline.busy["compute"])
-    compute = slowest.busy["compute"] / slowest.seconds * seconds
+    # Its own end may come before that of the step.
+    written = max(timeline.seconds for timeline in timelines)
+    compute = slowest.busy["compute"] / written * seconds
     peak = cluster.device.peaks[plan.number_format.compute]
     return Estimate(
         plan=plan,
@@ -53,8 +55,8 @@ def predict(plan: Plan, costs: Costs, *, spans: bool = True) -> Estimate:
         seconds=seconds,
         compute_seconds=compute,
         exposed_seconds=seconds - compute,
-        tokens_per_second_per_gpu=samples * model.tokens_per_sample / plan.world,
-        mfu=samples * model.flops_per_sample / (plan.world * peak),
+        tokens_per_second_per_gpu=samples * model.tokens_per_sample / plan.num_devices,
+        mfu=samples * model.flops_per_sample / (plan.num_devices * peak),
         timelines=timelines,
     )
 
@@ -70,6 +72,9 @@ def _simulate(
     stages = plan.mesh.pipeline
     repeat = stages if stages > 1 else 1
     written = min(plan.accumulation, 4 * stages if stages > 1 else 3)
+    if stages == 1 and plan.stages is not None and plan.stages.schedule == "gpipe":
+        # On the devices of one process. All micro-batches are kept at the turn.
+        written = plan.accumulation
     programs = backend.programs(plan, costs, written)
     timelines = simulate(programs, spans=spans)
     seconds = max(timeline.seconds for timeline in timelines)

@@ -14,11 +14,11 @@ from bigmodel.plans import NUMBER_FORMATS, Plan
 
 def violations(plan: Plan, model: ModelSpec, cluster: Cluster) -> Iterator[Violation]:
     """Yield every rule that the plan breaks for this model and this cluster."""
-    if plan.world != cluster.world:
+    if plan.num_devices != cluster.world:
         yield Violation(
             field="mesh",
             got=str(plan.mesh),
-            rule=f"it needs {plan.world} devices and {cluster.name} has "
+            rule=f"it needs {plan.num_devices} devices and {cluster.name} has "
             f"{cluster.world}",
             cure="make the product of the axes the number of devices",
         )

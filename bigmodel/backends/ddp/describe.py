@@ -7,6 +7,7 @@ from typing import final
 
 from bigmodel.backends.backend import AbstractBackend
 from bigmodel.backends.ddp import shadow
+from bigmodel.backends.offload_rules import activation_offload_violations
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
 from bigmodel.models import ModelSpec
@@ -19,12 +20,13 @@ class Ddp(AbstractBackend):
     """Whole copies of the model; gradients are averaged in buckets."""
 
     name = "ddp"
-    obeys = frozenset({"ddp", "zero_stage"})
+    obeys = frozenset({"ddp", "zero_stage", "offload"})
 
     def violations(
         self, plan: Plan, model: ModelSpec | None, cluster: Cluster | None
     ) -> Iterator[Violation]:
         """Yield the axes that DDP cannot split."""
+        yield from activation_offload_violations(plan)
         if plan.mesh.world != plan.mesh.replicate:
             yield Violation(
                 field="mesh",

@@ -7,6 +7,7 @@ from typing import final
 
 from bigmodel.backends.backend import AbstractBackend
 from bigmodel.backends.fairscale import shadow
+from bigmodel.backends.offload_rules import activation_offload_violations
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
 from bigmodel.models import ModelSpec
@@ -20,7 +21,7 @@ class Fairscale(AbstractBackend):
 
     name = "fairscale"
     offered = False
-    obeys = frozenset({"zero_stage", "fairscale"})
+    obeys = frozenset({"zero_stage", "fairscale", "offload"})
     # OSS steps the weights that compute, so there is no place for masters.
     precisions = ("fp32", "autocast", "autocast-fp16")
 
@@ -28,6 +29,7 @@ class Fairscale(AbstractBackend):
         self, plan: Plan, model: ModelSpec | None, cluster: Cluster | None
     ) -> Iterator[Violation]:
         """Yield other axes than `shard`, and stages that it does not have."""
+        yield from activation_offload_violations(plan)
         if plan.mesh.world != plan.mesh.shard:
             yield Violation(
                 field="mesh",

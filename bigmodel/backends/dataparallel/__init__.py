@@ -1,0 +1,1 @@
+"""torch.nn.DataParallel: one process copies its model to its devices every forward."""

@@ -1,0 +1,1 @@
+"""fairscale's Pipe: GPipe on the devices of one process."""

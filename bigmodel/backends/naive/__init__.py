@@ -1,0 +1,1 @@
+"""Naive model parallel: the layers of one process on several devices, in turn."""
