@@ -114,7 +114,8 @@ def test_a_higher_zero_stage_holds_no_more_states(specs, cluster_of, model, prec
     held = []
     for stage in (1, 2, 3):
         plan = plans[f"zero {stage}"]
-        (program,) = BACKENDS.get("deepspeed").programs(plan, costs, 2)
+        # Ranks differ in gradients only.
+        program = BACKENDS.get("deepspeed").programs(plan, costs, 2)[0]
         states = {"weights", "optimizer states", "fp32 master weights"}
         held.append(sum(count for name, count in program.base if name in states))
     assert held == sorted(held, reverse=True)

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from bigmodel.backends.backend import refusals
+from bigmodel.backends.catalog import BACKENDS
 from bigmodel.backends.deepspeed.flat_partition import FlatPartition
 from bigmodel.backends.deepspeed.gathering import MAX_LIVE, Coordinator, Weight
 from bigmodel.backends.deepspeed.shadow import programs
@@ -26,7 +28,7 @@ from bigmodel.models import (
     Unit,
 )
 from bigmodel.models.size import Size
-from bigmodel.plans import DeepSpeedOptions, Mesh, Plan
+from bigmodel.plans import DeepSpeedOptions, Mesh, Offload, Plan
 from bigmodel.simulator import Costs, Program, Task, simulate
 from bigmodel.simulator.program import total
 from bigmodel.simulator.segments import HOLDER
@@ -101,21 +103,29 @@ MODEL = ModelSpec(
 )
 
 
-def plan(stage: int, *, ranks: int = RANKS, elements: int = 2_000_000, **options):
+def plan(
+    stage: int,
+    *,
+    ranks: int = RANKS,
+    elements: int = 2_000_000,
+    options: dict | None = None,
+    **fields,
+):
     return Plan(
         backend="deepspeed",
         mesh=Mesh(shard=ranks),
         zero_stage=stage,
         units=MODEL.units,
-        deepspeed=DeepSpeedOptions(bucket_elements=elements),
-        **options,
+        deepspeed=DeepSpeedOptions(bucket_elements=elements, **(options or {})),
+        **fields,
     )
 
 
 def program(chosen: Plan, model: ModelSpec = MODEL):
     written = min(3, chosen.accumulation)
-    (result,) = programs(chosen, Costs(model, CLUSTER), written)
-    return result
+    found = programs(chosen, Costs(model, CLUSTER), written)
+    # Of the fullest rank, where they differ.
+    return max(found, key=lambda p: simulate((p,))[0].peak.num_bytes)
 
 
 def timeline(chosen: Plan, model: ModelSpec = MODEL):
@@ -200,18 +210,104 @@ def test_pieces_of_a_flat_partition():
     assert (partition.piece, partition.total) == (10, 20)
     assert partition.whole(0) == 10
     assert partition.whole(1) == 9
-    assert partition.copied(["a"], 100) == 0
+    assert partition.chunks(["a"], 100) == [(10,)]
     # b and c have one owner and lie side by side, a has another one.
-    assert partition.copied(["c", "b"], 100) == 0
-    assert partition.copied(["c", "b", "a"], 100) == 19
+    assert partition.chunks(["c", "b"], 100) == [(9,)]
+    assert partition.chunks(["c", "b", "a"], 100) == [(9, 10)]
+    assert partition.chunks(["c", "b", "a"], 5) == [(9,), (10,)]
+    # Slices that add up to a rank's own piece are not joined.
+    assert partition.chunks(["c", "b", "a"], 100, apart=1) == [(3, 6, 10)]
+    assert [partition.piece_of(rank, "a") for rank in (0, 1)] == [10, 0]
 
 
 def test_a_parameter_of_two_owners_counts_whole_for_both():
     partition = FlatPartition({"a": 10, "b": 10, "c": 4}, ranks=2)
     assert partition.whole(0) == 20
     assert partition.whole(1) == 14
-    assert partition.heaviest == 0
-    assert partition.last == 1
+    assert [partition.piece_of(rank, "b") for rank in (0, 1)] == [2, 8]
+    assert partition.kinds(2) == {0: (0,), 1: (1,)}
+    assert partition.kinds(1) == {0: (0,), 1: (1,)}
+
+
+def test_many_ranks_are_represented_by_the_heaviest_and_the_last():
+    params = {"small": 40, "large": 400, "end": 40}
+    kinds = FlatPartition(params, ranks=16).kinds(8)
+    assert sorted(rank for same in kinds.values() for rank in same) == list(range(16))
+    assert set(kinds) == {1, 15}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 4, 64])
+def test_every_rank_has_one_program(stage, ranks):
+    found = programs(plan(stage, ranks=ranks), Costs(MODEL, CLUSTER), 1)
+    covered = sorted(rank for program in found for rank in program.ranks)
+    assert covered == list(range(ranks))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloaded_states_leave_the_device(stage):
+    here = program(plan(stage))
+    away = program(plan(stage, offload=Offload(optimizer="cpu")))
+    held = {"fp32 master weights", "optimizer states"}
+    assert held <= {kind for kind, _ in here.base}
+    assert held <= {kind for kind, _ in away.host}
+    assert not held & {kind for kind, _ in away.base}
+    assert any(task.stream == "host" and task.seconds for task in away.tasks)
+    assert timeline(plan(stage)).peak.num_bytes > simulate((away,))[0].peak.num_bytes
+
+
+def test_fp32_sums_beside_16_bit_weights_cost_stage_3_two_bytes_a_shard():
+    bases = [
+        total(program(plan(3, precision="bf16", options=options)).base)
+        for options in ({"grad_accum_dtype": "weights"}, {})
+    ]
+    elements = LAYERS * (WIDTH * WIDTH + WIDTH)
+    assert bases[1] - bases[0] == 2 * elements // RANKS
+
+
+def test_second_shards_are_held_to_the_end_of_the_step():
+    options = {"zero_hpz_partition_size": 2}
+    changes = [dict(task.change) for task in program(plan(3, options=options)).tasks]
+    freed = [change["weights"] for change in changes if change.get("weights", 0) < 0]
+    # Half of every weight and bias, in fp32.
+    assert freed == [-LAYERS * (WIDTH * WIDTH + WIDTH) // 2 * 4]
+
+
+REFUSED = {
+    "hpz under stage 2": (2, {"zero_hpz_partition_size": 2}, {}, "zero_hpz"),
+    "groups that do not divide": (3, {"zero_hpz_partition_size": 3}, {}, "divide"),
+    "quantised on a cpu": (3, {"zero_quantized_weights": True}, {}, "kernel for CUDA"),
+    "fp32 sums of stage 1": (
+        1,
+        {"grad_accum_dtype": "float32"},
+        {"precision": "bf16"},
+        "BF16_Optimizer",
+    ),
+    "sums of fp32": (2, {"grad_accum_dtype": "float32"}, {}, "fp32 anyway"),
+    "parameters of stage 2": (2, {}, {"offload": Offload(parameters="cpu")}, "stage 3"),
+    "a disk": (
+        3,
+        {},
+        {"offload": Offload(optimizer="disk", folder="/scratch")},
+        "async_io",
+    ),
+    "unused under stage 3": (3, {"find_unused": True}, {}, "stops all of them"),
+    "unused with overlap": (
+        2,
+        {"find_unused": True, "overlap_comm": True},
+        {},
+        "after backward",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name):
+    stage, options, fields, reason = REFUSED[name]
+    chosen = plan(stage, options=options, **fields)
+    found = list(refusals(BACKENDS.get("deepspeed"), chosen, kind="cpu"))
+    assert len(found) == 1
+    assert reason in str(found[0])
 
 
 def test_live_weights_stay_within_their_limit():

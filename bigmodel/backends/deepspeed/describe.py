@@ -7,6 +7,7 @@ from typing import final
 
 from bigmodel.backends.backend import AbstractBackend
 from bigmodel.backends.deepspeed import shadow
+from bigmodel.backends.deepspeed.rules import offload_violations, option_violations
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
 from bigmodel.models import ModelSpec
@@ -19,13 +20,13 @@ class DeepSpeed(AbstractBackend):
     """ZeRO 1 shards optimizer states, 2 gradients too, 3 weights too."""
 
     name = "deepspeed"
-    obeys = frozenset({"zero_stage", "deepspeed"})
-    precisions = ("fp32", "bf16", "autocast")
+    obeys = frozenset({"zero_stage", "deepspeed", "offload"})
+    precisions = ("fp32", "bf16", "fp16", "autocast")
 
     def violations(
         self, plan: Plan, model: ModelSpec | None, cluster: Cluster | None
     ) -> Iterator[Violation]:
-        """Yield other axes than `shard`, and a missing stage."""
+        """Yield other axes than `shard`, and what a stage does not have."""
         if plan.mesh.world != plan.mesh.shard:
             yield Violation(
                 field="mesh",
@@ -40,6 +41,22 @@ class DeepSpeed(AbstractBackend):
                 rule="backend 'deepspeed' needs a ZeRO stage",
                 cure="use 1, 2 or 3, or backend 'ddp'",
             )
+        yield from option_violations(plan)
+        yield from offload_violations(plan, model, cluster)
+
+    def device_violations(self, plan: Plan, kind: str) -> Iterator[Violation]:
+        """Yield what DeepSpeed has kernels of CUDA for."""
+        if kind == "cuda":
+            return
+        for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+            if getattr(plan.deepspeed, name):
+                yield Violation(
+                    field=f"deepspeed.{name}",
+                    got=True,
+                    rule="DeepSpeed's quantizer is a kernel for CUDA; it has none for "
+                    f"{kind}",
+                    cure="leave it out, or run on GPUs",
+                )
 
     def layouts(self, costs: Costs) -> Iterator[Plan]:
         """Yield the three stages."""

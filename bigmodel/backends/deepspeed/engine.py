@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from typing import Any, final
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigmodel.backends.deepspeed.config import deepspeed_config
+from bigmodel.backends.deepspeed.gradients import MissingGradients, overflow_error
 from bigmodel.backends.engine import AbstractEngine, Job, Update
 from bigmodel.backends.optimizers import build_optimizer, trainable
 from bigmodel.backends.precision import autocast, cast_inputs
@@ -43,6 +45,7 @@ class DeepSpeedEngine(AbstractWholeModelEngine):
         plan = job.plan
         self._clip_norm = job.clip_norm
         self._last = True
+        self._scaled = plan.number_format.scaled
         self._model = model = job.model
         apply_recompute(get_blocks(model, plan.units), plan)
         _autocast_inside(model, plan, job.device)
@@ -50,12 +53,20 @@ class DeepSpeedEngine(AbstractWholeModelEngine):
         # Stage 3 shards the model itself; before that it must be on the device.
         model.to(job.device)
         self._optimizer = build_optimizer(job.optimizer, trainable(model))
+        # It is global, and a later engine would keep second shards as an earlier one.
+        groups: Any = importlib.import_module("deepspeed.utils.groups")
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        config = deepspeed_config(plan, job.clip_norm)
+        if plan.deepspeed.find_unused:
+            # All micro-batches are reduced together, as if they were one.
+            config["gradient_accumulation_steps"] = 1
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=self._optimizer,
-            config=deepspeed_config(plan, job.clip_norm),
+            config=config,
             dist_init_required=False,
         )
+        self._missing = MissingGradients(self._engine, model, plan)
         for name, buffer in model.named_buffers():
             # Older releases cast buffers to bfloat16 too.
             if buffer.dtype != buffers[name]:
@@ -74,6 +85,7 @@ class DeepSpeedEngine(AbstractWholeModelEngine):
     def begin(self, *, last: bool) -> None:
         """Remember whether DeepSpeed is to reduce at the end of the window."""
         self._last = last
+        self._missing.begin()
 
     def call(self, *positional: Any, **named: Any) -> Any:
         """Call DeepSpeed's engine, outside of autocast, of which it would warn."""
@@ -83,17 +95,26 @@ class DeepSpeedEngine(AbstractWholeModelEngine):
 
     def backward(self, loss: Tensor) -> None:
         """Run DeepSpeed's backward; it counts micro-batches by calls of `step`."""
+        self._missing.check(loss)
         # The share of the loss is already that of its micro-batch.
         self._engine.backward(loss, scale_wrt_gas=False)
-        if not self._last:
+        if self._last:
+            self._missing.end()
+        elif not self._missing.fills:
             # Only counts: the optimizer steps at the last micro-batch, in update.
             self._engine.step()
 
     def update(self) -> Update:
         """Clip, step and drop the gradients, as configured."""
-        self._engine.step()
-        if self._clip_norm is None:
-            return Update(grad_norm=None)
+        try:
+            self._engine.step()
+        except Exception as error:
+            if self._scaled and "already at minimum" in str(error):
+                raise overflow_error(self._model) from error
+            raise
+        skipped = self._scaled and self._engine.optimizer.overflow
+        if self._clip_norm is None or skipped:
+            return Update(grad_norm=None, skipped=skipped)
         norm = self._engine.get_global_grad_norm()
         return Update(
             grad_norm=torch.as_tensor(norm, dtype=torch.float32, device=self._device)
@@ -158,6 +179,7 @@ def import_deepspeed(device: torch.device) -> Any:
     """Return the library, kept from compiling what it does not need on CPUs."""
     try:
         import deepspeed
+        from deepspeed.accelerator import get_accelerator
         from deepspeed.ops import __compatible_ops__ as compatible
     except ImportError:
         raise MissingDependencyError(
@@ -172,4 +194,7 @@ def import_deepspeed(device: torch.device) -> Any:
         # The shared-memory collective would be compiled at first start, for minutes,
         # and a process killed meanwhile leaves a lock that later ones wait for.
         compatible["deepspeed_shm_comm"] = False
+        # It asks oneDNN, while torch has float16 operators of its own, only slower.
+        accelerator: Any = get_accelerator()
+        accelerator.is_fp16_supported = lambda: True
     return deepspeed

@@ -39,15 +39,28 @@ class FlatPartition:
                 self._pieces.setdefault(rank, []).append(count)
             offset += size
 
-    @property
-    def heaviest(self) -> int:
-        """The rank whose parameters, counted whole, are largest."""
-        return max(self._whole, key=lambda rank: self._whole[rank], default=0)
+    def kinds(self, most: int) -> dict[int, tuple[int, ...]]:
+        """Return ranks that stand for all, each with those that it stands for.
+
+        Args:
+            most: Up to this many ranks each stands for itself. Of more, the last owner
+                does, whose gradients are the first to come, and the one that owns bits
+                of the largest parameters stands for the rest: never too low.
+        """
+        ranks = tuple(range(self.total // self.piece)) if self.piece else (0,)
+        if len(ranks) <= most:
+            return {rank: (rank,) for rank in ranks}
+        heaviest = max(self._whole, key=lambda rank: self._whole[rank], default=0)
+        last = max(self._whole, default=0)
+        rest = tuple(rank for rank in ranks if rank != last)
+        if heaviest == last:
+            return {last: ranks}
+        return {heaviest: rest, last: (last,)}
 
     @property
-    def last(self) -> int:
-        """The last rank that owns a parameter; its gradients are the first to come."""
-        return max(self._whole, default=0)
+    def largest_param(self) -> int:
+        """Elements of the largest parameter."""
+        return max(self._sizes.values(), default=0)
 
     def size(self, name: str) -> int:
         """Return the elements of a parameter."""
@@ -69,34 +82,38 @@ class FlatPartition:
         """Say whether a rank owns a bit of a parameter."""
         return any(owner == rank for owner, _ in self._owners[name])
 
-    def copied(self, names: Iterable[str], limit: int) -> int:
-        """Return the elements that are copied together to reduce a bucket.
+    def chunks(
+        self, names: Iterable[str], limit: int, apart: int | None = None
+    ) -> list[tuple[int, ...]]:
+        """Return the elements of the slices that are reduced together, chunk by chunk.
 
         Neighbours of the same owner are one slice of the bucket (`average_tensor`). A
-        single slice is reduced where it lies; several are concatenated first
-        (`allreduce_bucket`), as soon as they exceed the limit
-        (`allreduce_and_scatter`).
+        chunk is closed as soon as it exceeds the limit (`allreduce_and_scatter`).
 
         Args:
             names: Parameters in the order in which they were put into the bucket.
             limit: `reduce_bucket_size`.
+            apart: A rank whose slices are not joined.
         """
         slices: list[tuple[int, int]] = []
         for name in names:
             for owner, count in self._owners[name]:
-                if slices and slices[-1][0] == owner:
+                if slices and slices[-1][0] == owner != apart:
                     slices[-1] = (owner, slices[-1][1] + count)
                 else:
                     slices.append((owner, count))
-        worst = elements = together = 0
+        found: list[tuple[int, ...]] = []
+        chunk: list[int] = []
         for _, count in slices:
-            elements += count
-            together += 1
-            if together > 1:
-                worst = max(worst, elements)
-            if elements > limit:
-                elements = together = 0
-        return worst
+            chunk.append(count)
+            if sum(chunk) > limit:
+                found.append(tuple(chunk))
+                chunk = []
+        return [*found, tuple(chunk)] if chunk else found
+
+    def piece_of(self, rank: int, name: str) -> int:
+        """Return the elements of a parameter that a rank owns."""
+        return sum(count for owner, count in self._owners[name] if owner == rank)
 
     def _cut(self, start: int, end: int) -> Iterable[tuple[int, int]]:
         while start < end:

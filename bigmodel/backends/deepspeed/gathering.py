@@ -74,6 +74,20 @@ class Visit:
     before: tuple[Event, ...]
     released: int
     """Elements of weights and buffers that go at its end."""
+    shared_anew: int = 0
+    """Elements of weights, padded, that go for the first time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What of the order is looked at, in elements."""
+
+    prefetch: int = PREFETCH
+    live: int = MAX_LIVE
+    reuse: int = MAX_REUSE
+
+
+_DEFAULT = Limits()
 
 
 class Coordinator:
@@ -85,6 +99,7 @@ class Coordinator:
             the visit that it belongs to and the names of its weights.
         unhooked: Places in the order of modules that are never told that their backward
             has ended: no gradient leaves them.
+        limits: Those of the plan.
     """
 
     def __init__(
@@ -92,8 +107,10 @@ class Coordinator:
         weights: Mapping[str, Weight],
         order: Sequence[tuple[int, tuple[str, ...]]],
         unhooked: Collection[int] = (),
+        limits: Limits = _DEFAULT,
     ) -> None:
         self._weights = weights
+        self._limits = limits
         self._unhooked = unhooked
         self._order = [
             (visit, tuple(dict.fromkeys(n for n in names if n in weights)))
@@ -114,11 +131,12 @@ class Coordinator:
         self._held: dict[str, int] = {}
         self._live = 0
         self._events: list[Event] = []
+        self._let_go: set[str] = set()
 
     def visits(self, count: int) -> tuple[Visit, ...]:
         """Return what happens in each of the visits."""
         before: list[list[Event]] = [[] for _ in range(count)]
-        released = [0] * count
+        released, anew = [0] * count, [0] * count
         begun: set[int] = set()
         for index, (visit, names) in enumerate(self._order):
             for event in self._fetch(index, names):
@@ -129,16 +147,24 @@ class Coordinator:
             if names:
                 begun.add(visit)
             if index not in self._unhooked:
-                released[visit] += self._release(index + 1, names)
+                size, first = self._release(index + 1, names)
+                released[visit] += size
+                anew[visit] += first
         return tuple(
-            Visit(before=tuple(events), released=size)
-            for events, size in zip(before, released, strict=True)
+            Visit(before=tuple(events), released=size, shared_anew=first)
+            for events, size, first in zip(before, released, anew, strict=True)
         )
 
     @property
     def leftovers(self) -> int:
         """Elements of what goes after the backward (`release_backward_leftovers`)."""
         return sum(self._held.values())
+
+    @property
+    def leftovers_anew(self) -> int:
+        """Of these, elements, padded, that go for the first time."""
+        first = set(self._held) - self._let_go
+        return sum(self._weights[name].padded for name in first)
 
     def _fetch(self, index: int, names: tuple[str, ...]) -> list[Event]:
         self._events = []
@@ -153,7 +179,7 @@ class Coordinator:
         return self._events
 
     def _prefetch(self) -> None:
-        limit = min(MAX_LIVE - self._live, PREFETCH)
+        limit = min(self._limits.live - self._live, self._limits.prefetch)
         chosen: dict[str, None] = {}
         elements = 0
         while self._queue and elements < limit:
@@ -198,13 +224,16 @@ class Coordinator:
         if not members and gathering.copies:
             self._events.append(Event(kind="drop", gathering=gathering))
 
-    def _release(self, step: int, names: tuple[str, ...]) -> int:
-        released = 0
+    def _release(self, step: int, names: tuple[str, ...]) -> tuple[int, int]:
+        released = first = 0
         for name in names:
             if name in self._held and not self._is_kept(step, name):
                 released += self._held.pop(name)
                 self._live -= self._weights[name].elements
-        return released
+                if name not in self._let_go:
+                    first += self._weights[name].padded
+                self._let_go.add(name)
+        return released, first
 
     def _is_kept(self, step: int, name: str) -> bool:
         if self._fetched_for.get(name, -1) > step:
@@ -213,4 +242,4 @@ class Coordinator:
         at = bisect_left(uses, step)
         if at == len(uses):
             return False
-        return self._passed[uses[at]] - self._passed[step] < MAX_REUSE
+        return self._passed[uses[at]] - self._passed[step] < self._limits.reuse

@@ -1,10 +1,12 @@
 """The step of a model that is trained with DeepSpeed's ZeRO.
 
-Under stages 1 and 2 ranks differ in the gradients that they own; the program is that of
-the fullest rank.
+Under stages 1 and 2 ranks differ in the gradients that they own: there is a program for
+every kind of rank.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from bigmodel.backends.deepspeed.flat_partition import FlatPartition
 from bigmodel.backends.deepspeed.modules import full_name
@@ -14,11 +16,14 @@ from bigmodel.backends.deepspeed.zero12 import FlatZero
 from bigmodel.backends.part import write_step
 from bigmodel.backends.walk import Step, Walk, steps_of
 from bigmodel.plans import Plan
-from bigmodel.simulator import Costs, Program, ProgramBuilder, simulate
+from bigmodel.simulator import Costs, Program, ProgramBuilder
+
+APART = 8
+"""Ranks up to which each is simulated by itself; a search has thousands of plans."""
 
 
 def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...]:
-    """Return the program of the fullest rank's step.
+    """Return the programs of a step, one for every kind of rank.
 
     Args:
         plan: A plan of backend `deepspeed`.
@@ -35,14 +40,16 @@ def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...
             program = without_weight_copies(program, steps)
         return (program,)
     partition = _partition(plan, steps)
-    candidates = []
-    # The one that holds most, and the one that holds it earliest in a backward.
-    for rank in sorted({partition.heaviest, partition.last}):
+    found: dict[Program, tuple[int, ...]] = {}
+    for rank, same in partition.kinds(APART).items():
         builder = ProgramBuilder()
         walk = Walk(plan, costs, builder, steps)
         parts = FlatZero(plan, costs, builder, walk, partition, rank)
-        candidates.append(write_step(parts, builder, micro_batches))
-    return (max(candidates, key=_peak_bytes),)
+        program = write_step(parts, builder, micro_batches)
+        found[program] = found.get(program, ()) + same
+    return tuple(
+        replace(program, ranks=tuple(sorted(ranks))) for program, ranks in found.items()
+    )
 
 
 def _partition(plan: Plan, steps: tuple[Step, ...]) -> FlatPartition:
@@ -53,7 +60,3 @@ def _partition(plan: Plan, steps: tuple[Step, ...]) -> FlatPartition:
         if param.trainable
     }
     return FlatPartition(sizes, plan.mesh.shard)
-
-
-def _peak_bytes(program: Program) -> int:
-    return simulate((program,))[0].peak.num_bytes

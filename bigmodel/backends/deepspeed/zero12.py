@@ -1,8 +1,8 @@
 """What ZeRO stages 1 and 2 do to memory on one rank.
 
-Source: deepspeed 0.19, `runtime/zero/stage_1_and_2.py`, with `contiguous_gradients` and
-without `overlap_comm`. Weights are whole and flat, fp32 masters (a copy even of fp32
-weights) and optimizer states are one piece of them.
+Source: deepspeed 0.19, `runtime/zero/stage_1_and_2.py`, with `contiguous_gradients`.
+Weights are whole and flat, fp32 masters (a copy even of fp32 weights) and optimizer
+states are one piece of them.
 
     stage 1    the bucket, `reduce_bucket_size` elements whatever the model is, comes
                with the first gradient of a step (`setup_buckets`) and stays; gradients
@@ -17,35 +17,47 @@ weights) and optimizer states are one piece of them.
     step       gradients in fp64 one by one for their norm; a flat copy of the piece,
                in fp32; the optimizer; the all-gather of the weights in one go
 
-The gradients are accumulated in the weights' own type (`get_data_types`).
+    overlap    with `overlap_comm` there are two buckets, and stage 1 reduces during the
+               last backward too
+
+With `find_unused` whole gradients add up under stage 2 as well, and go through the
+bucket after the last backward.
+
+Gradients of stage 2 may add up in fp32 beside 16-bit weights: in one fp32 buffer of the
+piece (`_build_compact_grad_partition_buffer`), which is the optimizer's gradient as it
+is. An offloaded optimizer has a fp32 gradient of the piece where it is; bits that are
+complete are copied there (`copy_grads_in_partition`), and until the last micro-batch
+whole gradients of the owned parameters add up there (`accumulated_grads_in_cpu`).
 """
 
 from __future__ import annotations
 
 from typing import final
 
+from bigmodel.backends.deepspeed.config import (
+    accumulation_type,
+    communication_type,
+    overlaps,
+)
 from bigmodel.backends.deepspeed.flat_partition import FlatPartition
 from bigmodel.backends.deepspeed.modules import full_name
+from bigmodel.backends.deepspeed.states import States
 from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.walk import (
     BUCKETS,
     GRADIENTS,
-    MASTERS,
-    OPTIMIZER,
     STEP,
     WEIGHTS,
     Walk,
     communication,
     hold_inputs,
-    optimizer_state_bytes,
     scratch,
-    step_seconds,
-    step_surge,
     weight_bytes,
 )
 from bigmodel.clusters import group
 from bigmodel.models import Gradient
 from bigmodel.plans import Plan
+from bigmodel.plans.number_formats import BYTES
 from bigmodel.simulator import Costs, ProgramBuilder, Task
 
 NORM_BYTES = 8
@@ -81,17 +93,24 @@ class FlatZero(AbstractPart):
         self._partition = partition
         self._rank = rank
         self._width = weight_bytes(plan)
+        self._sent = BYTES[communication_type(plan)]
+        self._compact = accumulation_type(plan) != plan.number_format.weights
         self._limit = plan.deepspeed.bucket_elements
+        self._buckets = 2 if overlaps(plan) else 1
         self._shards = plan.zero_stage == 2
+        self._late = plan.deepspeed.find_unused
         self._group = group(costs.cluster, plan.mesh.shard)
+        self._states = States(plan, costs, builder)
         frozen = sum(
             p.elements for step in walk.steps for p in step.owned if not p.trainable
         )
         builder.hold(WEIGHTS, (partition.total + frozen) * self._width)
-        builder.hold(MASTERS, partition.piece * 4)
-        builder.hold(OPTIMIZER, optimizer_state_bytes(plan, partition.piece))
+        self._states.hold(partition.piece)
+        if self._states.offloaded:
+            self._hold_offloaded()
         hold_inputs(builder, costs, plan, walk.steps)
         self._at = 0
+        self._last = False
         self._has_bucket = False
         self._bucket: list[tuple[str, int]] = []
         self._filled = 0
@@ -99,6 +118,22 @@ class FlatZero(AbstractPart):
         self._has_gradients = False
         self._has_own = False
         self._left_over = 0
+        self._pending: int | None = None
+
+    @property
+    def _adds_up_on_host(self) -> bool:
+        several = self._plan.accumulation > 1 and not self._late
+        return self._shards and several and not self._compact
+
+    def _hold_offloaded(self) -> None:
+        tier, keep = self._plan.offload.optimizer, self._states.keep
+        partition, width = self._partition, self._width
+        keep(tier, GRADIENTS, partition.piece * 4)
+        # `param_buffer_of_bit16_for_cpu_offload_groups`, `temp_grad_buffer_for_...`
+        keep(tier, BUCKETS, (partition.piece + partition.largest_param) * width)
+        self._builder.hold(BUCKETS, partition.largest_param * width)
+        if self._adds_up_on_host:
+            keep(tier, GRADIENTS, partition.whole(self._rank) * width)
 
     def forward(self, index: int) -> None:
         """Write the forward of a micro-batch."""
@@ -106,42 +141,52 @@ class FlatZero(AbstractPart):
 
     def backward(self, index: int, *, last: bool) -> None:
         """Write the backward of a micro-batch."""
+        self._last = last
         self.walk.backward(
             f"micro-batch {index}", before=self._enter, on_gradients=self._on_gradients
         )
-        if last and not self._shards:
+        if last and (self._late or not (self._shards or overlaps(self._plan))):
+            self._allocate_buckets()
             for step in self.walk.steps:
                 for param in step.owned:
                     if param.trainable:
                         self._put(full_name(step, param.name))
-        if last or self._shards:
+        if last or (self._shards and not self._late):
             self._finish()
         self._has_gradients = True
 
     def update(self) -> None:
         """Write the optimizer's step, the end of the gradients and the all-gather."""
-        builder, plan, piece = self._builder, self._plan, self._partition.piece
+        builder, piece = self._builder, self._partition.piece
+        if self._states.offloaded:
+            self._states.step(piece)
+            if self._compact:
+                builder.allocate(GRADIENTS, -piece * 4, "drop gradients")
+            self._states.copy("weights to the device", piece * self._width)
+            self._gather_weights()
+            return
         largest = self._partition.largest(self._rank)
         builder.add(Task(label="gradient norm", surge=((STEP, largest * NORM_BYTES),)))
+        if self._compact:
+            self._states.step(piece)
+            builder.allocate(GRADIENTS, -piece * 4, "drop gradients")
+        else:
+            self._step_over_flat_copy()
+        self._gather_weights()
+
+    def _step_over_flat_copy(self) -> None:
+        builder, piece = self._builder, self._partition.piece
         own = self._partition.whole(self._rank) * self._width
         flat = 0 if self._partition.is_one_view(self._rank) else piece * self._width
         builder.allocate(GRADIENTS, flat, "flatten gradients")
         if self._width == 2:
             builder.allocate(GRADIENTS, piece * 4, "gradients to fp32")
-            builder.allocate(GRADIENTS, -flat, "drop flat bfloat16 gradients")
+            builder.allocate(GRADIENTS, -flat, "drop flat 16-bit gradients")
             flat = piece * 4
         if flat:
             builder.allocate(GRADIENTS, -own, "drop gradients")
-        builder.add(
-            Task(
-                label="optimizer step",
-                seconds=step_seconds(plan, self._costs, piece),
-                # The piece is one parameter to the optimizer.
-                surge=((STEP, step_surge(plan, self._costs, piece, piece)),),
-            )
-        )
+        self._states.step(piece)
         builder.allocate(GRADIENTS, -(flat or own), "drop gradients")
-        self._gather_weights()
 
     def _gather_weights(self) -> None:
         # `all_gather_into_tensor_dp_groups`: no buckets, whatever their size says.
@@ -159,18 +204,25 @@ class FlatZero(AbstractPart):
         return ()
 
     def _on_gradients(self, gradients: tuple[Gradient, ...], _: int) -> None:
-        if not self._has_bucket:
-            self._has_bucket = True
-            size = self._limit * self._width
-            self._builder.allocate(BUCKETS, size, "allocate bucket")
-        if self._shards:
+        if not self._late:
+            self._allocate_buckets()
+        if (self._late or not self._shards) and self._has_gradients:
+            size = sum(g.elements for g in gradients) * self._width
+            self._builder.allocate(GRADIENTS, -size, "accumulate gradient")
+        if self._late:
+            return
+        if self._shards or (self._last and overlaps(self._plan)):
             step = self.walk.steps[self._at]
             for gradient in gradients:
                 self._put(full_name(step, gradient.param))
             self._free_moved()
-        elif self._has_gradients:
-            size = sum(g.elements for g in gradients) * self._width
-            self._builder.allocate(GRADIENTS, -size, "accumulate gradient")
+
+    def _allocate_buckets(self) -> None:
+        if self._has_bucket:
+            return
+        self._has_bucket = True
+        size = self._limit * self._width * self._buckets
+        self._builder.allocate(BUCKETS, size, "allocate buckets")
 
     def _put(self, name: str) -> None:
         """Move a gradient into the bucket; one that is larger stays where it is."""
@@ -179,6 +231,9 @@ class FlatZero(AbstractPart):
             self._reduce()
         if size <= self._limit:
             self._moved += size
+        elif self._states.offloaded:
+            surge = ((GRADIENTS, size * self._width),)
+            self._builder.add(Task(label="clone gradient", surge=surge))
         self._bucket.append((name, size))
         self._filled += size
 
@@ -192,17 +247,19 @@ class FlatZero(AbstractPart):
         if not self._bucket:
             return
         self._free_moved()
-        copied = self._partition.copied((name for name, _ in self._bucket), self._limit)
+        owned = [name for name, _ in self._bucket if self._owns(name)]
+        if self._compact and owned:
+            # The slices of the piece are made, and with them the piece, before.
+            self._allocate_own()
         self._exchange(
             "all-reduce bucket",
-            self._group.reduce(self._filled * self._width),
-            copied * self._width,
+            self._group.reduce(self._filled * self._sent),
+            self._reduction_bytes(),
         )
-        owned = [size for name, size in self._bucket if self._owns(name)]
-        if owned and not self._has_own:
-            self._has_own = True
-            own = self._partition.whole(self._rank) * self._width
-            self._builder.allocate(GRADIENTS, own, "allocate gradients of this rank")
+        if owned and self._states.offloaded:
+            self._to_host(owned)
+        elif owned:
+            self._allocate_own()
         large = sum(size for _, size in self._bucket if size > self._limit)
         if large and (owned or self._shards):
             size = large * self._width
@@ -213,25 +270,69 @@ class FlatZero(AbstractPart):
         self._bucket = []
         self._filled = 0
 
+    def _reduction_bytes(self) -> int:
+        """Return what is held beside the bucket while it is reduced.
+
+        A single slice is reduced where it lies; several are concatenated first. Another
+        type to send takes a copy, and so does one to add up in.
+        """
+        apart = self._rank if self._compact else None
+        names = (name for name, _ in self._bucket)
+        most = 0
+        for chunk in self._partition.chunks(names, self._limit, apart):
+            size = sum(chunk)
+            held = size * self._width if len(chunk) > 1 else 0
+            held += size * self._sent if self._sent != self._width else 0
+            if self._compact and self._sent == self._width:
+                held += max(chunk) * 4
+            most = max(most, held)
+        return most
+
+    def _allocate_own(self) -> None:
+        if self._has_own:
+            return
+        self._has_own = True
+        size = self._partition.whole(self._rank) * self._width
+        if self._compact:
+            size = self._partition.piece * 4
+        self._builder.allocate(GRADIENTS, size, "allocate gradients of this rank")
+
+    def _to_host(self, owned: list[str]) -> None:
+        """Copy what is complete to the optimizer's gradient, or sums so far."""
+        partition, width = self._partition, self._width
+        if self._compact and not self._last:
+            return
+        pieces = [partition.piece_of(self._rank, name) for name in owned]
+        if self._last:
+            surge = max(pieces) * NORM_BYTES
+            self._builder.add(Task(label="gradient norm", surge=((STEP, surge),)))
+            self._states.copy("gradients to the host", sum(pieces) * 4)
+        if self._adds_up_on_host:
+            sums = sum(partition.size(name) for name in owned) * width
+            self._states.copy("sums to the host", sums)
+
     def _owns(self, name: str) -> bool:
         return self._partition.owns(self._rank, name)
 
     def _finish(self) -> None:
-        """Reduce the rest and let the bucket go (the epilogue of a backward)."""
+        """Reduce the rest and let the buckets go (the epilogue of a backward)."""
         self._reduce()
         builder = self._builder
-        if self._shards and self._has_gradients:
+        adds_up = self._shards and self._has_gradients and not self._late
+        if adds_up and not self._compact and not self._states.offloaded:
             size = self._partition.whole(self._rank) * self._width
             builder.allocate(GRADIENTS, -size, "accumulate gradients of this rank")
         builder.allocate(GRADIENTS, -self._left_over * self._width, "drop gradients")
         if self._has_bucket:
-            builder.allocate(BUCKETS, -self._limit * self._width, "free bucket")
+            size = self._limit * self._width * self._buckets
+            builder.allocate(BUCKETS, -size, "free buckets")
         self._left_over = 0
         self._has_bucket = False
-        self._has_own = False
+        if not self._compact:
+            self._has_own = False
 
     def _exchange(self, label: str, seconds: float, surge: int) -> None:
-        """Write a collective that the computing stream waits for."""
+        """Write a collective; without overlap the computing stream waits for it."""
         task = self._builder.add(
             Task(
                 label=label,
@@ -241,4 +342,10 @@ class FlatZero(AbstractPart):
                 surge=((BUCKETS, surge),),
             )
         )
-        self._builder.add(Task(label=f"wait for {label}", after=(task,)))
+        if not overlaps(self._plan):
+            self._builder.add(Task(label=f"wait for {label}", after=(task,)))
+            return
+        # `average_tensor` lets the computing stream wait for the reductions before.
+        before, self._pending = self._pending, task
+        if before is not None:
+            self._builder.add(Task(label=f"wait for {label} before", after=(before,)))

@@ -1,71 +1,68 @@
 """What ZeRO stage 3 does to memory on every rank.
 
-Source: deepspeed 0.19, `runtime/zero/{stage3,partition_parameters}.py`, with
-`overlap_comm`. For the whole run every rank holds
+Source: deepspeed 0.19, `runtime/zero/{stage3,partition_parameters}.py`. For the whole
+run every rank holds
 
     a shard of the weights, each parameter padded to equal shards
     a fp32 copy of the trained ones, even of fp32 weights: `_create_fp32_partitions`
     compares a device with its name, so it never takes them for its own
-    a shard of the gradients, in the weights' own type (`grad_partitions_flat_buffer`)
+    a shard of the gradients, in the type in which they add up
+    (`grad_partitions_flat_buffer`)
     the bucket, `reduce_bucket_size` elements whatever the model is
-    weights of at most `PERSISTENT` elements, whole; they go for the optimizer's step
+    weights of at most `param_persistence_threshold` elements, whole; they go for the
+    optimizer's step
 
 Gradients go through the bucket as they come; a full one is concatenated again, shard by
-shard, for the reduce-scatter (`reduce_scatter_coalesced`), on a stream of its own. When
-weights are gathered and let go is in `gathering.py`.
+shard, for the reduce-scatter (`reduce_scatter_coalesced`), with `overlap_comm` on a
+stream of its own. When weights are gathered and let go is in `gathering.py`.
+
+An offloaded optimizer keeps masters, states, shards of the gradients and a fp32 copy of
+these where it is. Offloaded parameters are shards in the machine's memory; before an
+all-gather they are copied to the device. With `zero_hpz_partition_size` a weight that
+is let go for the first time in a step leaves a second shard, one of that many, from
+which it is gathered until the step's end (`_partition_param_sec`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
 from typing import final
 
-from bigmodel.backends.deepspeed.gathering import Coordinator, Event, Visit, Weight
+from bigmodel.backends.deepspeed.config import (
+    accumulation_type,
+    communication_type,
+    overlaps,
+)
+from bigmodel.backends.deepspeed.gathering import (
+    Coordinator,
+    Event,
+    Limits,
+    Visit,
+    Weight,
+)
 from bigmodel.backends.deepspeed.modules import full_name, modules_of
+from bigmodel.backends.deepspeed.shares import padded, shares_of
+from bigmodel.backends.deepspeed.states import States
 from bigmodel.backends.deepspeed.zero12 import NORM_BYTES
 from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.walk import (
     BUCKETS,
     GATHERED,
     GRADIENTS,
-    MASTERS,
-    OPTIMIZER,
     STEP,
     WEIGHTS,
     Walk,
     communication,
     hold_inputs,
-    optimizer_state_bytes,
     scratch,
-    step_seconds,
-    step_surge,
     weight_bytes,
 )
 from bigmodel.clusters import group
-from bigmodel.models import Gradient, Param
+from bigmodel.models import Gradient
 from bigmodel.plans import Plan
+from bigmodel.plans.number_formats import BYTES
 from bigmodel.simulator import Costs, ProgramBuilder, Task
 from bigmodel.simulator.program import Stream
-
-PERSISTENT = 100_000
-"""`param_persistence_threshold`, `runtime/zero/config.py`."""
-SUB_GROUP = 1_000_000_000
-"""`sub_group_size`: elements of shards that take the optimizer's step together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shares:
-    """Elements of shards on one rank."""
-
-    weights: int
-    trained: int
-    largest: int
-    """Of one trained parameter."""
-    groups: tuple[int, ...]
-    """Trained ones by the optimizer's sub-groups."""
-    persistent: tuple[int, ...]
-    """Of parameters that every rank holds whole, all shards of one together."""
 
 
 @final
@@ -87,19 +84,31 @@ class ShardedZero(AbstractPart):
         self._costs = costs
         self._builder = builder
         self._width = weight_bytes(plan)
+        self._summed = BYTES[accumulation_type(plan)]
+        self._sent = BYTES[communication_type(plan)]
         self._limit = plan.deepspeed.bucket_elements
         self._ranks = plan.mesh.shard
         self._group = group(costs.cluster, self._ranks)
         self._stream: Stream = communication(costs)
-        self._shares = shares = _shares(walk, self._ranks)
-        builder.hold(WEIGHTS, shares.weights * self._width)
-        builder.hold(MASTERS, shares.trained * 4)
-        builder.hold(OPTIMIZER, optimizer_state_bytes(plan, shares.trained))
-        builder.hold(GRADIENTS, shares.trained * self._width)
-        builder.hold(BUCKETS, self._limit * self._width)
+        self._overlaps = overlaps(plan)
+        self._states = states = States(plan, costs, builder)
+        self._shares = shares = shares_of(plan, walk.steps)
+        offload = plan.offload
+        states.keep(offload.parameters, WEIGHTS, shares.weights * self._width)
+        states.hold(shares.trained)
+        states.keep(offload.optimizer, GRADIENTS, shares.trained * self._summed)
+        if states.offloaded:
+            states.keep(offload.optimizer, GRADIENTS, shares.trained * 4)
+        builder.hold(BUCKETS, self._limit * self._sent)
         builder.hold(GATHERED, sum(shares.persistent) * self._width)
         hold_inputs(builder, costs, plan, walk.steps)
-        self._leftovers = 0
+        self._last = False
+        self._near = plan.deepspeed.zero_hpz_partition_size
+        self._near_group = group(costs.cluster, self._near)
+        self._second = 0
+        self._begun = False
+        """Whether a micro-batch of the step has ended."""
+        self._leftovers = self._leftovers_anew = 0
         self._forwards, self._backwards = self._visits()
         self._gathers: dict[int, int] = {}
         self._bucket: list[int] = []
@@ -117,6 +126,7 @@ class ShardedZero(AbstractPart):
 
     def backward(self, index: int, *, last: bool) -> None:
         """Write the backward of a micro-batch; every one reduces its gradients."""
+        self._last = last
         self.walk.backward(
             f"micro-batch {index}",
             before=lambda at: self._arrive(self._backwards[at]),
@@ -129,18 +139,33 @@ class ShardedZero(AbstractPart):
             Task(label="wait for gradients", after=tuple(self._reductions))
         )
         self._reductions = []
+        self._release_leftovers()
+
+    def _release_leftovers(self) -> None:
         self._builder.allocate(GATHERED, -self._leftovers, "release what is left")
+        if not self._begun:
+            self._keep_second(self._leftovers_anew)
+        self._begun = True
 
     def update(self) -> None:
         """Write the optimizer's step; persistent weights are let go meanwhile."""
         builder, shares = self._builder, self._shares
         persistent = sum(shares.persistent) * self._width
+        self._keep_second(sum(shares.persistent))
         builder.allocate(GATHERED, -persistent, "partition all weights")
-        builder.add(
-            Task(label="gradient norm", surge=((STEP, shares.largest * NORM_BYTES),))
-        )
+        if not self._states.offloaded:
+            surge = shares.largest * NORM_BYTES
+            builder.add(Task(label="gradient norm", surge=((STEP, surge),)))
         for elements in shares.groups:
             self._step(elements)
+        if self._plan.offload.parameters == "device" and self._states.offloaded:
+            self._states.copy("weights to the device", shares.trained * self._width)
+        self._gather_persistent(persistent)
+        if self._second:
+            builder.allocate(WEIGHTS, -self._second, "drop second shards")
+
+    def _gather_persistent(self, persistent: int) -> None:
+        builder, shares = self._builder, self._shares
         if not shares.persistent:
             return
         if self._ranks == 1:
@@ -160,19 +185,16 @@ class ShardedZero(AbstractPart):
         builder.add(Task(label="wait for persistent weights", after=(task,)))
 
     def _step(self, elements: int) -> None:
-        builder, plan = self._builder, self._plan
-        builder.allocate(GRADIENTS, elements * self._width, "flatten gradients")
-        if self._width == 2:
+        if self._states.offloaded:
+            self._states.step(elements)
+            return
+        builder = self._builder
+        flat = elements * self._summed
+        builder.allocate(GRADIENTS, flat, "flatten gradients")
+        if self._summed == 2:
             builder.allocate(GRADIENTS, elements * 4, "gradients to fp32")
-            builder.allocate(GRADIENTS, -elements * 2, "drop flat bfloat16 gradients")
-        builder.add(
-            Task(
-                label="optimizer step",
-                seconds=step_seconds(plan, self._costs, elements),
-                # A sub-group is one parameter to the optimizer.
-                surge=((STEP, step_surge(plan, self._costs, elements, elements)),),
-            )
-        )
+            builder.allocate(GRADIENTS, -flat, "drop flat 16-bit gradients")
+        self._states.step(elements)
         builder.allocate(GRADIENTS, -elements * 4, "drop flat gradients")
 
     def _arrive(self, visit: Visit) -> tuple[int, ...]:
@@ -184,11 +206,15 @@ class ShardedZero(AbstractPart):
         gathering = event.gathering
         size = gathering.flat * self._width
         if event.kind == "gather":
+            if self._plan.offload.parameters != "device":
+                self._states.copy("weights from the host", size // self._ranks)
+            # Second shards are there once a weight has gone, nearly.
+            near = self._near > 1 and (self._begun or self._second > 0)
             self._gathers[gathering.number] = self._builder.add(
                 Task(
                     label="all-gather weights",
                     stream=self._stream,
-                    seconds=self._group.gather(size),
+                    seconds=(self._near_group if near else self._group).gather(size),
                     change=((GATHERED, size),),
                     surge=((GATHERED, size + scratch(self._costs, size)),),
                 )
@@ -209,6 +235,14 @@ class ShardedZero(AbstractPart):
         if visit.released:
             size = visit.released * self._width
             self._builder.allocate(GATHERED, -size, "release weights")
+        if not self._begun:
+            self._keep_second(visit.shared_anew)
+
+    def _keep_second(self, elements: int) -> None:
+        if self._near > 1 and elements:
+            size = elements // self._near * self._width
+            self._second += size
+            self._builder.allocate(WEIGHTS, size, "second shards of weights")
 
     def _on_gradients(self, gradients: tuple[Gradient, ...], task: int) -> None:
         moved = 0
@@ -232,25 +266,41 @@ class ShardedZero(AbstractPart):
     def _reduce(self, after: int) -> None:
         if not self._bucket:
             return
-        padded = [ceil(size / self._ranks) * self._ranks for size in self._bucket]
-        size = sum(padded) * self._width
-        in_place = len(padded) == 1 and padded == self._bucket
-        copied = 0 if in_place else size
+        sizes = [ceil(size / self._ranks) * self._ranks for size in self._bucket]
+        size = sum(sizes) * self._sent
+        in_place = len(sizes) == 1 and sizes == self._bucket
+        held = (0 if in_place else size) + scratch(self._costs, size)
+        if self._sent != self._width:
+            held += sum(self._bucket) * self._sent
         large = sum(count for count in self._bucket if count > self._limit)
-        self._reductions.append(
-            self._builder.add(
-                Task(
-                    label="reduce-scatter bucket",
-                    stream=self._stream,
-                    seconds=self._group.gather(size),
-                    after=(after,),
-                    change=((GRADIENTS, -large * self._width),) if large else (),
-                    surge=((BUCKETS, copied + scratch(self._costs, size)),),
-                )
+        task = self._builder.add(
+            Task(
+                label="reduce-scatter bucket",
+                stream=self._stream,
+                seconds=self._group.gather(size),
+                after=(after,),
+                change=((GRADIENTS, -large * self._width),) if large else (),
+                surge=((BUCKETS, held),),
             )
         )
+        self._reductions.append(task)
+        if not self._overlaps:
+            self._builder.add(Task(label="wait for bucket", after=(task,)))
+        self._keep_shares(sizes)
         self._bucket = []
         self._filled = 0
+
+    def _keep_shares(self, sizes: list[int]) -> None:
+        """Add the shards of a bucket to the sums, and hand them over at the end."""
+        shares = [count // self._ranks for count in sizes]
+        if not self._states.offloaded:
+            return
+        sums = sum(shares) * self._summed
+        self._states.copy("gradients to the host", sums)
+        if self._last:
+            surge = ((STEP, max(shares) * NORM_BYTES),)
+            self._builder.add(Task(label="gradient norm", surge=surge))
+            self._states.copy("fp32 gradients to the host", sum(shares) * 4)
 
     def _visits(self) -> tuple[dict[int, Visit], dict[int, Visit]]:
         """Return the visits of forward and backward by the index of the unit."""
@@ -270,11 +320,11 @@ class ShardedZero(AbstractPart):
             order += [(visit, m) for m in (*own, *again, *reversed(inner))]
         weights = {
             full_name(step, p.name): Weight(
-                elements=p.elements, padded=_padded(p, self._ranks)
+                elements=p.elements, padded=padded(p, self._ranks)
             )
             for step in steps
             for p in step.owned
-            if p.elements > PERSISTENT
+            if p.elements > self._plan.deepspeed.param_persistence_threshold
         }
         if self._ranks == 1:
             weights = {}
@@ -285,35 +335,16 @@ class ShardedZero(AbstractPart):
             for i, (visit, _) in enumerate(order)
             if visit >= len(steps) and steps[visited[visit]].placed.role == "before"
         }
-        coordinator = Coordinator(weights, order, unhooked)
+        options = self._plan.deepspeed
+        limits = Limits(
+            prefetch=options.prefetch_bucket_size,
+            live=options.max_live_parameters,
+            reuse=options.max_reuse_distance,
+        )
+        coordinator = Coordinator(weights, order, unhooked, limits)
         visits = coordinator.visits(len(visited))
         self._leftovers = coordinator.leftovers * self._width
+        self._leftovers_anew = coordinator.leftovers_anew
         return dict(zip(visited[: len(steps)], visits, strict=False)), dict(
             zip(visited[len(steps) :], visits[len(steps) :], strict=True)
         )
-
-
-def _shares(walk: Walk, ranks: int) -> _Shares:
-    owned = [param for step in walk.steps for param in step.owned]
-    trained = [_padded(p, ranks) // ranks for p in owned if p.trainable]
-    return _Shares(
-        weights=sum(_padded(p, ranks) // ranks for p in owned),
-        trained=sum(trained),
-        largest=max(trained, default=0),
-        groups=tuple(_sub_groups(trained)),
-        persistent=tuple(_padded(p, ranks) for p in owned if p.elements <= PERSISTENT),
-    )
-
-
-def _sub_groups(shares: list[int]) -> list[int]:
-    """Return the elements of the sub-groups, each closed when it is large enough."""
-    groups = [0]
-    for share in shares:
-        if groups[-1] >= SUB_GROUP:
-            groups.append(0)
-        groups[-1] += share
-    return groups
-
-
-def _padded(param: Param, ranks: int) -> int:
-    return ceil(param.elements / ranks) * ranks
