@@ -109,7 +109,7 @@ def test_wrong_requests_are_refused(spec):
         decide(spec, where, global_batch=0)
     with pytest.raises(UnknownNameError, match="known: adam"):
         decide(spec, where, global_batch=8, optimizer="adamx")
-    with pytest.raises(UnknownNameError, match="known: .*ddp"):
+    with pytest.raises(UnknownNameError, match=r"known: .*ddp"):
         decide(spec, where, global_batch=8, backends=["fdsp"])
 
 

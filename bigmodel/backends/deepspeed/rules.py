@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from bigmodel.backends.offload_rules import unused_offload_violations
 from bigmodel.backends.walk import optimizer_state_bytes
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
@@ -87,13 +88,7 @@ def offload_violations(
 ) -> Iterator[Violation]:
     """Yield tiers that DeepSpeed lacks, and a host without enough memory."""
     offload = plan.offload
-    if offload.activations != "device":
-        yield Violation(
-            field="offload.activations",
-            got=offload.activations,
-            rule="backend 'deepspeed' keeps activations on the device",
-            cure="recompute units instead",
-        )
+    yield from unused_offload_violations(plan)
     if offload.parameters != "device" and plan.zero_stage != 3:
         yield Violation(
             field="offload.parameters",
