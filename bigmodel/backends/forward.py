@@ -10,7 +10,9 @@ What of a batch the model sees:
                                                   and `targets` where the model's
                                                   forward does not name them
 
-The loss function is always given the whole batch.
+The loss function is always given the whole batch. A forward with `use_cache` (models of
+transformers) is told not to keep keys and values for generation, unless the batch says
+otherwise: they cost memory, and recomputation would write them twice.
 """
 
 from __future__ import annotations
@@ -41,10 +43,11 @@ def model_inputs(
         batch: The micro-batch.
         loss: The user's loss function, if any.
     """
+    accepted = inspect.signature(model.forward).parameters
+    named: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
     if isinstance(batch, Mapping):
-        named = dict(batch)
+        named |= batch
         if loss is not None:
-            accepted = inspect.signature(model.forward).parameters
             for key in TARGET_KEYS:
                 if key not in accepted:
                     named.pop(key, None)
@@ -53,8 +56,8 @@ def model_inputs(
         positional = tuple(batch)
         if loss is not None and len(positional) > 1:
             positional = positional[:-1]
-        return positional, {}
-    return (batch,), {}
+        return positional, named
+    return (batch,), named
 
 
 def call_model(model: nn.Module, batch: Batch, loss: LossFunction | None = None) -> Any:

@@ -137,8 +137,12 @@ class ModelSpec:
     counted in full (the PaLM convention, arXiv 2204.02311 appendix B)."""
     source: str = ""
     """Where the model comes from."""
+    cuts: tuple[int, ...] = ()
+    """Indices of the blocks with which a pipeline stage can begin."""
     uncuttable: str = ""
-    """Why the model cannot be cut into pipeline stages; empty when it can."""
+    """Why no stage can begin with the other blocks; empty when there are none."""
+    splits: bool = False
+    """Whether torch can run its backward in two parts, as some schedules do."""
     laws: tuple[str, ...] = field(default=())
     """Sizes that did not obey an affine law, in words; empty in most models."""
 

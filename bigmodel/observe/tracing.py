@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from bigmodel.models import ModelSpec
 from bigmodel.observe.assembly import LawError, assemble
 from bigmodel.observe.blocks import find_blocks
 from bigmodel.observe.boundaries import NotSkippableError, UnitBoundaries
+from bigmodel.observe.cut_points import HandedOver, find_cut_points
 from bigmodel.observe.fake_model import fake_batch, fake_module
 from bigmodel.observe.huggingface import real_paths
 from bigmodel.observe.layout import Layout
@@ -119,11 +120,13 @@ def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
         recordings["full"] = [
             _record(subject, batch, size, reading) for size in SIZES[:2]
         ]
-    uncuttable = reading.uncuttable(subject.model, subject.paths)
-    if subject.paths and not uncuttable:
-        recordings[SPLIT] = [
-            _record(subject, batch, size, reading, split=True) for size in SIZES[:2]
-        ]
+    cuts, uncuttable = _cut_points(subject, batch, reading)
+    if cuts:
+        # torch cannot split every graph: not one that needs a hidden state twice.
+        with contextlib.suppress(TracingError):
+            recordings[SPLIT] = [
+                _record(subject, batch, size, reading, split=True) for size in SIZES[:2]
+            ]
     try:
         spec = assemble(subject.model, subject.layout, SIZES, recordings)
     except LawError as error:
@@ -137,7 +140,9 @@ def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
         source=reading.source,
         precision=reading.precision,
         target=reading.target,
+        cuts=cuts,
         uncuttable=uncuttable,
+        splits=SPLIT in recordings,
         **describe_sample(batch),
     )
 
@@ -164,16 +169,8 @@ def _record(
         if parameter.requires_grad
     ]
     try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(real_paths())
-            stack.enter_context(subject.mode)
-            stack.enter_context(_target_operators(reading))
-            stack.enter_context(follower)
-            form = NUMBER_FORMATS[reading.precision]
-            with torch.autocast(
-                "cpu", getattr(torch, form.compute), enabled=form.autocast
-            ):
-                loss = reading.loss_of(model, local)
+        with _followed(subject, follower, reading):
+            loss = _loss(model, local, reading)
             follower.enter((layout.count - 1, "backward"))
             if start is None:
                 loss.backward()
@@ -197,6 +194,45 @@ def _record(
     return StepRecord(
         follower.recording, dict(boundaries.input_bytes), tuple(boundaries.calls)
     )
+
+
+def _cut_points(
+    subject: _Subject, batch: Any, reading: Reading
+) -> tuple[tuple[int, ...], str]:
+    """Return where stages can begin, and why not elsewhere."""
+    model = subject.model
+    refusal = reading.uncuttable(model, subject.paths)
+    if refusal:
+        return (), refusal
+    local = fake_batch(batch, SIZES[0], subject.mode)
+    follower = StorageFollower(())
+    boundaries = UnitBoundaries(subject.blocks, subject.layout, follower)
+    handed = HandedOver(subject.blocks)
+    try:
+        with _followed(subject, follower, reading):
+            loss = _loss(model, local, reading)
+            return find_cut_points(loss, handed.outputs, model)
+    finally:
+        handed.close()
+        boundaries.close()
+
+
+@contextlib.contextmanager
+def _followed(
+    subject: _Subject, follower: StorageFollower, reading: Reading
+) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(real_paths())
+        stack.enter_context(subject.mode)
+        stack.enter_context(_target_operators(reading))
+        stack.enter_context(follower)
+        yield
+
+
+def _loss(model: nn.Module, local: Any, reading: Reading) -> torch.Tensor:
+    form = NUMBER_FORMATS[reading.precision]
+    with torch.autocast("cpu", getattr(torch, form.compute), enabled=form.autocast):
+        return reading.loss_of(model, local)
 
 
 @contextlib.contextmanager

@@ -144,13 +144,107 @@ def another_length() -> None:
     refused("of one shape", lambda: engine.forward_backward(mixed, equal(mixed)))
 
 
-def changed_hidden_states() -> None:
-    """A model that cannot be cut is found out in the first run, on every rank."""
-    engine = build(job_for(make(REFUSED), REFUSED.units))
-    batch = make_batch("granite", 8, 0)
+class Chat(nn.Module):
+    """A user's own model: several inputs, weights of its own, a block with two."""
+
+    def __init__(self, *, reuses_embedding: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 8)
+        self.shift = nn.Parameter(torch.randn(8))
+        self.blocks = nn.ModuleList(Gate() for _ in range(4))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11)
+        self.reuses_embedding = reuses_embedding
+
+    def forward(self, ids, weights, *, scale=None):
+        hidden = self.embed(ids) + self.shift
+        for block in self.blocks:
+            hidden, _ = block(hidden, gate=weights[..., None] * scale)
+        hidden = self.norm(hidden)
+        if self.reuses_embedding:
+            return hidden @ self.embed.weight.T
+        return self.head(hidden)
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, hidden, *, gate):
+        return hidden + gate * torch.tanh(self.layer(hidden)), None
+
+
+def chats(samples: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(11, (samples, 5), generator=generator)
+    weights = torch.rand(samples, 5, generator=generator)
+    scale = torch.rand(samples, 5, 1, generator=generator)
+    return {"ids": ids, "weights": weights, "scale": scale}
+
+
+def next_token(output, batch):
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch["ids"].flatten())
+
+
+UNITS = tuple(f"blocks.{index}" for index in range(4))
+
+
+def several_inputs() -> None:
+    """A user's module is cut too, whatever its forward takes."""
+    alone = Chat()
+    optimizer = adamw(alone.parameters())
+    engine = build(replace(job_for(Chat(), UNITS), loss=next_token, clip_norm=None))
+    for step in range(3):
+        batch = chats(8, step)
+        loss = next_token(alone(**batch), batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        parts = split(batch, 4)
+        close(engine.forward_backward(parts, equal(parts)), loss.detach())
+        engine.update()
+    state = engine.model_state()
+    if torch.distributed.get_rank() == 0:
+        same(list(state), list(alone.state_dict()))
+        for key, value in alone.state_dict().items():
+            close(state[key], value)
+
+
+def what_is_used_twice() -> None:
+    """What a stage would need of another one is found out, on every rank."""
+    job = job_for(Chat(reuses_embedding=True), UNITS)
+    engine = build(replace(job, loss=next_token))
+    parts = split(chats(8, 0), 4)
     refused(
-        "before its blocks",
-        lambda: engine.forward_backward(split(batch, 4), equal(range(4))),
+        "uses embed.weight, which another stage has",
+        lambda: engine.forward_backward(parts, equal(parts)),
+    )
+
+
+def several_hidden_states() -> None:
+    """So are blocks that hand each other more than a stage hands on."""
+    units = REFUSED.units
+    engine = build(
+        job_for(make(REFUSED), units, stages=Stages(schedule="1f1b", cuts=(1,)))
+    )
+    parts = split(make_batch("t5", 8, 0), 4)
+    refused(
+        "hand each other 2 tensors",
+        lambda: engine.forward_backward(parts, equal(parts)),
+    )
+
+
+def encoder_output_in_the_decoder() -> None:
+    """A decoder reads the encoder in every block, so no cut goes through it."""
+    units = FAMILIES["bart"].units
+    stages = Stages(schedule="1f1b", cuts=(3,))
+    engine = build(job_for(make_family("bart"), units, stages=stages))
+    parts = split(make_batch("bart", 8, 0), 4)
+    refused(
+        "cannot be cut there",
+        lambda: engine.forward_backward(parts, equal(parts)),
     )
 
 
@@ -159,7 +253,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "frozen first stage": frozen_first_stage,
     "statistics of batches": statistics_of_batches,
     "another length": another_length,
-    "changed hidden states": changed_hidden_states,
+    "several inputs": several_inputs,
+    "what is used twice": what_is_used_twice,
+    "several hidden states": several_hidden_states,
+    "encoder output in the decoder": encoder_output_in_the_decoder,
 }
 
 

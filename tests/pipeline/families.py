@@ -19,6 +19,11 @@ SHAPE = {
     "max_position_embeddings": 64,
 }
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_ENCODER_DECODER = {
+    f"{side}_{key}": value
+    for side in ("encoder", "decoder")
+    for key, value in {"layers": 2, "attention_heads": 4, "ffn_dim": 48}.items()
+}
 
 
 @dataclass(frozen=True)
@@ -27,10 +32,15 @@ class Family:
     config: str
     blocks: str = "model.layers"
     settings: dict[str, Any] = field(default_factory=dict)
+    decoder: str = ""
+    layers: int = 4
 
     @property
     def units(self) -> tuple[str, ...]:
-        return tuple(f"{self.blocks}.{index}" for index in range(4))
+        lists = (self.blocks, self.decoder) if self.decoder else (self.blocks,)
+        return tuple(
+            f"{path}.{index}" for path in lists for index in range(self.layers)
+        )
 
 
 FAMILIES = {
@@ -56,13 +66,39 @@ FAMILIES = {
     "bert-labels": Family(
         "BertForSequenceClassification", "BertConfig", "bert.encoder.layer", QUIET
     ),
+    # Multiplies embeddings before its blocks.
+    "granite": Family(
+        "GraniteForCausalLM", "GraniteConfig", settings={"embedding_multiplier": 2.0}
+    ),
+    # Its final norm is defined before its blocks.
+    "opt": Family(
+        "OPTForCausalLM",
+        "OPTConfig",
+        "model.decoder.layers",
+        {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    ),
+    # The norm of its embeddings is defined after its blocks.
+    "bart": Family(
+        "BartForConditionalGeneration",
+        "BartConfig",
+        "model.encoder.layers",
+        _ENCODER_DECODER | {"d_model": 32, "dropout": 0.0},
+        decoder="model.decoder.layers",
+        layers=2,
+    ),
 }
 """Models whose stages must compute what the whole model computes."""
 
 REFUSED = Family(
-    "GraniteForCausalLM", "GraniteConfig", settings={"embedding_multiplier": 2.0}
+    "T5ForConditionalGeneration",
+    "T5Config",
+    "encoder.block",
+    {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    | {"dropout_rate": 0.0, "decoder_start_token_id": 0},
+    decoder="decoder.block",
+    layers=2,
 )
-"""It multiplies hidden states before its blocks, on every stage."""
+"""Its blocks hand each other the bias of positions."""
 
 
 def make_family(name: str) -> nn.Module:
@@ -73,7 +109,9 @@ def make(family: Family) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, family.config)(**SHAPE, **family.settings)
+    config = getattr(transformers, family.config)(
+        **(SHAPE | {"num_hidden_layers": family.layers} | family.settings)
+    )
     return getattr(transformers, family.model)(config)
 
 

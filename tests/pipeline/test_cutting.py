@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+import bigmodel
+from bigmodel.backends.catalog import BACKENDS
 from bigmodel.backends.engine import Job
 from bigmodel.backends.pipeline.cutting import check_model, cut_model
 from bigmodel.errors import UsageError
 from bigmodel.plans import Mesh, Plan, Stages
-from tests.pipeline.families import FAMILIES, make_family
+from tests.pipeline.checks import Chat, chats, next_token
+from tests.pipeline.families import (
+    FAMILIES,
+    REFUSED,
+    make,
+    make_batch,
+    make_family,
+)
 
 
 def job_for(model: nn.Module, units: tuple[str, ...], cut: int = 1) -> Job:
@@ -84,7 +94,7 @@ def test_some_blocks_only_are_refused():
 
 
 def test_any_other_module_is_refused():
-    with pytest.raises(UsageError, match="whose children are the units"):
+    with pytest.raises(UsageError, match="must be all blocks"):
         check_model(job_for(nn.Transformer(4, 2), ("encoder", "decoder")))
 
 
@@ -95,19 +105,40 @@ def test_the_auxiliary_loss_of_experts_is_refused():
         check_model(job_for(model, FAMILIES["mixtral"].units))
 
 
-def test_an_unknown_layout_is_refused():
-    from transformers import OPTConfig, OPTForCausalLM
+def test_a_stage_begins_where_nothing_before_is_needed_but_hidden_states():
+    chat, loss = {"precision": "fp32", "target": "cpu"}, next_token
+    spec = bigmodel.trace(Chat, chats(2, 0), loss=loss, **chat)
+    assert (spec.cuts, spec.uncuttable) == ((1, 2, 3), "")
+    reuses = partial(Chat, reuses_embedding=True)
+    spec = bigmodel.trace(reuses, chats(2, 0), loss=loss, **chat)
+    assert spec.cuts == ()
+    assert "embed.weight goes into what follows" in spec.uncuttable
 
-    model = OPTForCausalLM(
-        OPTConfig(
-            vocab_size=61,
-            hidden_size=32,
-            ffn_dim=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            word_embed_proj_dim=32,
-        )
+
+def test_an_encoder_decoder_is_cut_in_its_encoder():
+    spec = bigmodel.trace(
+        partial(make_family, "bart"),
+        make_batch("bart", 2, 0),
+        precision="fp32",
+        target="cpu",
     )
-    units = tuple(f"model.decoder.layers.{index}" for index in range(2))
-    with pytest.raises(UsageError, match="which side of the blocks"):
-        check_model(job_for(model, units))
+    assert spec.cuts == (1, 2)
+    assert not spec.splits
+    plan = Plan(
+        backend="pipeline",
+        mesh=Mesh(pipeline=2),
+        units=spec.units,
+        stages=Stages(schedule="1f1b", cuts=(3,)),
+        accumulation=2,
+    )
+    (found,) = BACKENDS.get("pipeline").violations(plan, spec, None)
+    assert (found.field, found.got) == ("stages.cuts", (3,))
+    assert "before blocks 1 to 2 only" in found.rule
+
+
+def test_blocks_that_hand_each_other_more_are_said_beforehand():
+    spec = bigmodel.trace(
+        partial(make, REFUSED), make_batch("t5", 2, 0), precision="fp32", target="cpu"
+    )
+    assert spec.cuts == ()
+    assert "hand each other 2 tensors" in spec.uncuttable

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bigmodel.backends.optimizers import trainable
 from bigmodel.errors import UsageError
+from bigmodel.observe.graph_leaves import leaves_of
 from bigmodel.plans import Plan
 
 
@@ -55,7 +56,7 @@ class MissingGradients:
         if self.fills or not self._to_check:
             return
         self._to_check -= 1
-        reached = _reached(loss)
+        reached = leaves_of(loss)
         used = [id(param) in reached for param in self._params.values()]
         everyone: list[list[bool]] = [used] * dist.get_world_size()
         dist.all_gather_object(everyone, used)
@@ -89,23 +90,6 @@ class MissingGradients:
         for param, missing, used in zip(params, lacks, some, strict=True):
             if missing and used:
                 param.grad = torch.zeros_like(param)
-
-
-def _reached(loss: Tensor) -> set[int]:
-    """Return the ids of the leaves that a loss depends on."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    stack = [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.add(id(leaf))
-        stack += [follower for follower, _ in node.next_functions]
-    return found
 
 
 def overflow_error(model: nn.Module) -> UsageError:

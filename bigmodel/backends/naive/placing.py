@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from bigmodel.backends.batch import to_device
+from bigmodel.backends.outside_units import stages_of_parts
 from bigmodel.plans import Plan
 
 
 def device_indices(model: nn.Module, plan: Plan) -> dict[str, int]:
     """Return the index of the device of every module that is placed, by path.
 
-    Modules around the units go with their neighbours: with the first stage what is
-    defined before all units, with the last one what is defined after them, else with
-    the unit that follows. What is defined after them and is tied to a weight of an
-    earlier device pulls all that is defined after them there. Modules that hold only
-    buffers (rotary embeddings) stay on the first device.
+    Modules around the units go with their neighbours (`outside_units.py`). What comes
+    after the units and is tied to a weight of an earlier device pulls all that comes
+    after them there. Modules that hold only buffers (rotary embeddings) stay on the
+    first device.
 
     Args:
         model: The whole model.
         plan: With stages.
     """
-    numbers = {path: index for index, path in enumerate(plan.units)}
-    parts = list(_parts(model, "", frozenset(plan.units)))
-    held = [at for at, (path, _) in enumerate(parts) if path in numbers]
-    indices: dict[str, int] = {}
-    owners: dict[nn.Parameter, int] = {}
-    for at, (path, module) in enumerate(parts[: held[-1] + 1]):
-        following = next(unit for unit in held if unit >= at)
-        stage = plan.stage_of(numbers[parts[following][0]])
-        indices[path] = 0 if at < held[0] else stage
-        owners.update(dict.fromkeys(module.parameters(), indices[path]))
-    after = parts[held[-1] + 1 :]
-    end = min(
-        [owners[p] for _, module in after for p in module.parameters() if p in owners],
-        default=plan.num_stages - 1,
-    )
-    indices.update({path: end for path, _ in after})
-    for path, module in parts:
-        if path not in numbers and next(module.parameters(), None) is None:
+    indices = stages_of_parts(model, plan)
+    modules = dict(model.named_modules())
+    last = max(at for at, path in enumerate(indices) if path in plan.units)
+    after = list(indices)[last + 1 :]
+    owners = {
+        parameter: index
+        for path, index in indices.items()
+        if path not in after
+        for parameter in modules[path].parameters()
+    }
+    tied = [p for path in after for p in modules[path].parameters() if p in owners]
+    end = min((owners[p] for p in tied), default=plan.num_stages - 1)
+    indices.update(dict.fromkeys(after, end))
+    for path in indices:
+        if path not in plan.units and next(modules[path].parameters(), None) is None:
             indices[path] = 0
     return indices
 
@@ -69,21 +66,3 @@ def _put(module: nn.Module, device: torch.device) -> None:
         return to_device(positional, device), to_device(named, device)
 
     module.register_forward_pre_hook(follow, with_kwargs=True)
-
-
-def _parts(
-    module: nn.Module, path: str, units: frozenset[str]
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield units, and the largest modules with tensors that hold no unit."""
-    for name, child in module.named_children():
-        at = f"{path}.{name}" if path else name
-        holds = any(unit.startswith(f"{at}.") for unit in units)
-        if holds and at not in units:
-            yield from _parts(child, at, units)
-        elif at in units or _has_tensors(child):
-            yield at, child
-
-
-def _has_tensors(module: nn.Module) -> bool:
-    found = next(module.parameters(), None)
-    return found is not None or next(module.buffers(), None) is not None

@@ -11,7 +11,13 @@ from bigmodel.simulator import Costs
 
 
 def balanced_cuts(costs: Costs, num_stages: int) -> tuple[int, ...]:
-    """Return the index of the first unit of every stage but the first."""
+    """Return the index of the first unit of every stage but the first.
+
+    Args:
+        costs: Of a model that can be cut at least `num_stages - 1` times.
+        num_stages: Number of stages.
+    """
+    allowed = costs.model.cuts
     seconds = _unit_seconds(costs)
     sums = [0.0]
     for value in seconds:
@@ -22,7 +28,9 @@ def balanced_cuts(costs: Costs, num_stages: int) -> tuple[int, ...]:
     for stages in range(2, num_stages + 1):
         following, chosen = [float("inf")] * (count + 1), [0] * (count + 1)
         for end in range(stages, count + 1):
-            for cut in range(stages - 1, end):
+            for cut in allowed:
+                if not stages - 1 <= cut < end:
+                    continue
                 slowest = max(best[cut], sums[end] - sums[cut])
                 if slowest <= following[end]:
                     following[end], chosen[end] = slowest, cut

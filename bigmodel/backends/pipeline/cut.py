@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,14 @@ from torch import Tensor, nn
 from bigmodel.backends.engine import Batch, Job
 from bigmodel.backends.forward import model_inputs
 from bigmodel.backends.precision import cast_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for the hidden states in the form of what a block returns."""
+
+
+SLOT = Slot()
 
 
 class AbstractCut(ABC):
@@ -25,6 +34,12 @@ class AbstractCut(ABC):
         self.is_last = stage == job.plan.num_stages - 1
         self.complaints: list[str] = []
         """Why this stage does not compute what the whole model computes."""
+        self.watches = False
+        """Whether the next run needs a graph, for `verify`."""
+        self.entry_form: Any = SLOT
+        """How the block before this stage returned hidden states."""
+        self.leaving_form: Any = SLOT
+        """How the last block of this stage did."""
         self._plan = job.plan
         self._loss = job.loss
 
@@ -41,9 +56,16 @@ class AbstractCut(ABC):
         """
 
     def watch_first_run(self) -> None:  # noqa: B027
-        """Look, in the first run, for what can only be seen in one.
+        """Look, in the next run, for what can only be seen in one.
 
-        What is found is added to `complaints`. By default there is nothing to see.
+        By default there is nothing to see.
+        """
+
+    def verify(self, output: Tensor) -> None:  # noqa: B027
+        """Add to `complaints` what a watched run shows.
+
+        Args:
+            output: Hidden states, or the loss, with their graph.
         """
 
     def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

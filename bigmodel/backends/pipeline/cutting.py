@@ -7,17 +7,16 @@ from torch import nn
 
 from bigmodel.backends.engine import Job
 from bigmodel.backends.pipeline.cut import AbstractCut
-from bigmodel.backends.pipeline.hugging_face import (
-    HuggingFaceCut,
-    hugging_face_violations,
-    is_hugging_face,
-)
 from bigmodel.backends.pipeline.sequential import (
     SequentialCut,
     is_sequential,
     sequential_violations,
 )
-from bigmodel.errors import UsageError, Violation, raise_if_any
+from bigmodel.backends.pipeline.whole_forward import (
+    WholeForwardCut,
+    whole_forward_violations,
+)
+from bigmodel.errors import UsageError, raise_if_any
 from bigmodel.plans import Mesh, Plan, Stages
 
 
@@ -29,18 +28,8 @@ def check_model(job: Job) -> None:
     """
     if is_sequential(job.model):
         raise_if_any(sequential_violations(job))
-    elif is_hugging_face(job.model):
-        raise_if_any(hugging_face_violations(job))
     else:
-        raise UsageError(
-            Violation(
-                field="model",
-                got=type(job.model).__name__,
-                rule="a pipeline can cut an nn.Sequential whose children are the "
-                "units, and models of transformers with one list of blocks",
-                cure="write it as an nn.Sequential, or use fsdp2 or deepspeed for it",
-            )
-        )
+        raise_if_any(list(whole_forward_violations(job)))
 
 
 def cut_model(job: Job, stage: int) -> AbstractCut:
@@ -48,7 +37,7 @@ def cut_model(job: Job, stage: int) -> AbstractCut:
     check_model(job)
     if is_sequential(job.model):
         return SequentialCut(job, stage)
-    return HuggingFaceCut(job, stage)
+    return WholeForwardCut(job, stage)
 
 
 def why_uncuttable(model: nn.Module, units: tuple[str, ...]) -> str:

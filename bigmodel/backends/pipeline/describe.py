@@ -65,22 +65,17 @@ class Pipeline(AbstractBackend):
                     rule=f"of schedule {schedule!r} {refusal}",
                     cure="use schedule 'gpipe', or another micro-batch",
                 )
-            yield from _split_violations(plan)
+            yield from _split_violations(plan, model)
             yield from _tie_violations(plan, model)
         yield from stage_violations(plan)
-        if model is not None and model.uncuttable:
-            yield Violation(
-                field="model",
-                got=model.name,
-                rule=f"it cannot be cut into stages: {model.uncuttable}",
-                cure="use backend 'fsdp2' or 'deepspeed'",
-            )
+        if model is not None:
+            yield from _cut_violations(plan, model)
 
     def layouts(self, costs: Costs) -> Iterator[Plan]:
         """Yield every number of stages, with DDP or FSDP2 inside."""
-        world, units = costs.cluster.world, len(costs.model.units)
+        world, most = costs.cluster.world, len(costs.model.cuts) + 1
         for count in divisors(world):
-            if not 2 <= count <= units:
+            if not 2 <= count <= most:
                 continue
             inside = world // count
             meshes = [Mesh(pipeline=count, replicate=inside)]
@@ -89,12 +84,13 @@ class Pipeline(AbstractBackend):
             cuts = {
                 laps: balanced_cuts(costs, laps * count)
                 for laps in (1, 2)
-                if laps * count <= units
+                if laps * count <= most
             }
             for mesh in meshes:
                 for schedule, laps in _STAGES_ON_A_RANK.items():
                     splits = SCHEDULES.get(schedule).splits_backward
-                    if laps not in cuts or (splits and mesh.data_parallel > 1):
+                    possible = costs.model.splits and mesh.data_parallel == 1
+                    if laps not in cuts or (splits and not possible):
                         continue
                     yield Plan(
                         backend=self.name,
@@ -110,12 +106,51 @@ class Pipeline(AbstractBackend):
         return shadow.programs(plan, costs, micro_batches)
 
 
-def _split_violations(plan: Plan) -> Iterator[Violation]:
+def _cut_violations(plan: Plan, model: ModelSpec) -> Iterator[Violation]:
+    """Yield a model that cannot be cut at all, or not where the plan does."""
+    if not model.cuts:
+        yield Violation(
+            field="model",
+            got=model.name,
+            rule=f"it cannot be cut into stages: {model.uncuttable}",
+            cure="use backend 'fsdp2' or 'deepspeed'",
+        )
+    elif plan.stages and not set(plan.stages.cuts) <= set(model.cuts):
+        yield Violation(
+            field="stages.cuts",
+            got=plan.stages.cuts,
+            rule=f"{model.name} can be cut before blocks {_ranges(model.cuts)} only: "
+            f"{model.uncuttable}",
+            cure="move the cuts, or use backend 'fsdp2' or 'deepspeed'",
+        )
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Return increasing numbers in short: `1 to 5, 7`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(
+        f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs
+    )
+
+
+def _split_violations(plan: Plan, model: ModelSpec | None) -> Iterator[Violation]:
     """Yield what does not go with a backward in two parts."""
     schedule = plan.stages.schedule if plan.stages else ""
     if not SCHEDULES.get(schedule).splits_backward:
         return
     cure = "use schedule 'interleaved' or '1f1b'"
+    if model is not None and model.cuts and not model.splits:
+        yield Violation(
+            field="stages.schedule",
+            got=schedule,
+            rule=f"torch cannot run the backward of {model.name} in two parts",
+            cure=cure,
+        )
     if plan.mesh.data_parallel > 1:
         # Seen on a chain of blocks with residuals, torch 2.13: weights 0.2 off after
         # one step of SGD, under DDP and under FSDP2.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from bigmodel.backends.engine import Batch
 from bigmodel.backends.evaluation import evaluating
+from bigmodel.backends.pipeline.cut import SLOT
 from bigmodel.backends.pipeline.stage import Stage
 
 
@@ -28,6 +30,10 @@ class Boundary:
     dtype: torch.dtype
     requires_grad: bool
     """Whether anything before it is trained."""
+    form: Any = SLOT
+    """How the block before returned it."""
+    usable: bool = True
+    """False: a stage before found out that the model cannot be cut."""
 
     def example(self) -> Tensor:
         """Return a tensor like it that takes no memory."""
@@ -114,17 +120,20 @@ def relay(
             handed: tuple[Tensor, Boundary] | None = None
             for index, stage in stages.items():
                 hidden, entry = handed or _receive(line, index, ends, first)
-                output = stage(hidden)
+                stage.cut.entry_form = entry.form
+                output = stage(hidden) if entry.usable else hidden
                 handed = None
                 leaving = PLACEHOLDER
                 if index == len(line.owners) - 1:
-                    total += output / len(batches)
+                    total += output / len(batches) if entry.usable else 0
                 else:
                     trained = any(p.requires_grad for p in stage.parameters())
                     leaving = Boundary(
                         shape=tuple(output.shape),
                         dtype=output.dtype,
                         requires_grad=trained or entry.requires_grad,
+                        form=stage.cut.leaving_form,
+                        usable=entry.usable and not stage.cut.complaints,
                     )
                     if line.owners[index + 1] == line.rank:
                         handed = output, leaving

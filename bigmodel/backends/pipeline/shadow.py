@@ -27,7 +27,7 @@ from bigmodel.backends.walk import (
     weight_bytes,
 )
 from bigmodel.clusters import send_seconds
-from bigmodel.models import Placed, Storage, Unit
+from bigmodel.models import Placed
 from bigmodel.plans import Plan
 from bigmodel.schedules import SCHEDULES, Action
 from bigmodel.simulator import Costs, Program, ProgramBuilder, Task
@@ -73,28 +73,6 @@ def stage_sequence(plan: Plan, costs: Costs, stage: int) -> tuple[Placed, ...]:
         if belongs:
             found.append(placed)
     return tuple(found)
-
-
-def makes_block_input(before: Unit) -> bool:
-    """Say whether a model makes the blocks' input out of its embeddings.
-
-    Every stage of a model of transformers runs its code before the blocks, with hidden
-    states in place of the embeddings. Where that code adds something (GPT-2 its
-    positions), the first block reads the sum, and not what was received.
-    """
-    tape = before.phases["none"].forward
-    handed = [
-        event.size.per_sample
-        for event in tape.events
-        if isinstance(event, Storage) and event.sign > 0 and event.kind == "boundary"
-    ]
-    return any(
-        isinstance(event, Storage)
-        and event.sign > 0
-        and event.kind != "boundary"
-        and event.size.per_sample in handed
-        for event in tape.events
-    )
 
 
 class _RankProgram:
@@ -157,7 +135,6 @@ class _Stage:
         self._hands_over = not self._last and not self._sends
         self._waits_at_end = len(held) > 1
         self._until_end = self._until_next_step = 0
-        self._makes_input = makes_block_input(costs.model.before)
         steps = self._steps(held)
         self._entering = steps[0].unit.input_bytes_per_sample * plan.micro_batch
         self._leaving = costs.output_bytes(steps[-1].unit, plan.micro_batch)
@@ -194,8 +171,6 @@ class _Stage:
         size = late = 0
         if self._schedule.holds_all:
             size = sum(walk.residue(phases=("forward", "forward_end")).values())
-            if self._makes_input and not self._first:
-                size += self._entering
         elif self._waits_at_end:
             size = self._leaving if self._sends else 0
             backwards = self._entering if self._receives else 0
@@ -213,8 +188,6 @@ class _Stage:
         """Write a forward, with what it receives and sends."""
         if self._receives:
             self._receive(f"F{self._stage}.{micro_batch}")
-        if not self._first and self._makes_input:
-            self._keep(self._entering, "input of the first block")
         self.part.forward(micro_batch)
         if self._sends:
             self._send(f"F{self._stage + 1}.{micro_batch}", self._leaving)
@@ -286,10 +259,7 @@ class _Stage:
         """Return the bytes of gradients and of the rest that a micro-batch leaves."""
         residue = walk.residue(policy)
         made = residue.pop(GRADIENTS, 0)
-        kept = sum(residue.values())
-        if self._makes_input and not self._first:
-            kept += self._entering
-        return made, kept
+        return made, sum(residue.values())
 
     def _rest_of_backward(self, micro_batch: int) -> None:
         if self._kept < 0:
@@ -309,7 +279,7 @@ class _Stage:
         sequence = sequences.pop(self._stage)
         beside = [placed for other in sequences.values() for placed in other]
         steps = list(steps_of(self._plan, sequence, beside))
-        if not self._first and not self._makes_input:
+        if not self._first:
             steps[0] = replace(steps[0], receives_input=True)
         if not self._last:
             steps[-1] = replace(steps[-1], receives_gradient=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from bigmodel.backends.engine import Batch, Job, LossShare
@@ -57,10 +58,23 @@ class Stage(nn.Module):
         """
         batch = next(self._queue)
         with autocast(self._plan, self._device):
-            output = self.cut.run(None if self.cut.is_first else hidden, batch)
-            if not self.cut.is_last:
-                # FSDP2 warns of views (GPT-2 returns one), and only contiguous tensors
-                # can be sent. Hidden states are small beside what a stage keeps.
-                return output.clone() if output._is_view() else output.contiguous()
-            loss = compute_loss(self.model, output, batch, self._loss)
+            if self.cut.watches:
+                with torch.enable_grad():
+                    output = self._run(hidden, batch)
+                self.cut.verify(output)
+                output = output.detach()
+            else:
+                output = self._run(hidden, batch)
+        if not self.cut.is_last:
+            # FSDP2 warns of views (GPT-2 returns one), and only contiguous tensors can
+            # be sent. Hidden states are small beside what a stage keeps.
+            return output.clone() if output._is_view() else output.contiguous()
+        loss = output
         return self._scale.scale(loss * next(self._shares)) if self.training else loss
+
+    def _run(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Return hidden states, or the loss."""
+        output = self.cut.run(None if self.cut.is_first else hidden, batch)
+        if not self.cut.is_last:
+            return output
+        return compute_loss(self.model, output, batch, self._loss)
