@@ -10,22 +10,26 @@ What of a batch the model sees:
                                                   and `targets` where the model's
                                                   forward does not name them
 
-The loss function is always given the whole batch. A forward with `use_cache` (models of
-transformers) is told not to keep keys and values for generation, unless the batch says
-otherwise: they cost memory, and recomputation would write them twice.
+The loss function is always given the whole batch, and outputs in fp32: a cross-entropy
+over thousands of half-precision logits would lose what training lives on. A forward
+with `use_cache` (models of transformers) is told not to keep keys and values for
+generation, unless the batch says otherwise: they cost memory, and recomputation would
+write them twice.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bigmodel.backends.batch import num_samples as num_samples
 from bigmodel.backends.batch import split as split
-from bigmodel.backends.engine import Batch, LossFunction
+from bigmodel.backends.engine import Batch, LossFunction, LossShare
 from bigmodel.errors import UsageError
 
 TARGET_KEYS = ("labels", "target", "targets")
@@ -79,7 +83,7 @@ def compute_loss(
         UsageError: There is no such tensor.
     """
     if loss is not None:
-        value = loss(output, batch)
+        value = loss(_in_fp32(output), batch)
         if not isinstance(value, Tensor) or value.dim():
             raise UsageError(
                 f"the loss function returned {_describe(value)}; it must return the "
@@ -96,6 +100,37 @@ def compute_loss(
             "makes the model return its loss (labels, for models of transformers)"
         )
     return value
+
+
+def weigh(loss: Tensor, share: LossShare) -> Tensor:
+    """Return a mean loss times its share; nothing, where it is no number and weighs 0.
+
+    A mean over no targets is 0 / 0.
+    """
+    if isinstance(share, Tensor):
+        loss = torch.where(share > 0, loss, 0.0)
+    return loss * share
+
+
+def _in_fp32(output: Any) -> Any:
+    """Return an output whose own half-precision tensors are fp32.
+
+    Those of tuples within it (hidden states, caches) stay as they are.
+    """
+    if isinstance(output, Tensor):
+        half = output.dtype in (torch.bfloat16, torch.float16)
+        return output.float() if half else output
+    if isinstance(output, Mapping):
+        # A copy, so that classes of transformers keep their attributes.
+        result: Any = copy(output)
+        for name, value in output.items():
+            if isinstance(value, Tensor):
+                result[name] = _in_fp32(value)
+        return result
+    if type(output) in (tuple, list):
+        fields = [_in_fp32(v) if isinstance(v, Tensor) else v for v in output]
+        return type(output)(fields)
+    return output
 
 
 def _find_loss(output: Any) -> Tensor | None:

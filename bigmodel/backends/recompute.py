@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from bigmodel.plans import Plan
+
+Watcher = Callable[
+    [nn.Module, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], None
+]
+"""Is given a recomputed block, its path and forward, and the arguments of a call."""
+
+_watcher: Watcher | None = None
+# Is told of every call of a recomputed block, before it runs.
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Tell a watcher of every call of a recomputed block meanwhile."""
+    global _watcher
+    _watcher = watcher
+    try:
+        yield
+    finally:
+        _watcher = None
 
 
 def apply_recompute(blocks: Mapping[str, nn.Module], plan: Plan) -> None:
@@ -28,30 +48,61 @@ def apply_recompute(blocks: Mapping[str, nn.Module], plan: Plan) -> None:
     on_cpu = plan.offload.activations == "cpu"
     for name, block in blocks.items():
         if policies.get(name) == "full":
-            recompute_fully(block, inputs_on_cpu=on_cpu)
+            recompute_fully(block, name, inputs_on_cpu=on_cpu)
 
 
-def recompute_fully(block: nn.Module, *, inputs_on_cpu: bool = False) -> None:
+def recompute_fully(
+    block: nn.Module, name: str = "", *, inputs_on_cpu: bool = False
+) -> None:
     """Let a block keep only its inputs and run its forward again in the backward.
 
     Args:
         block: Its `forward` is replaced.
+        name: Its path in the model, for messages.
         inputs_on_cpu: Whether positional inputs wait in the CPU's memory, pinned where
             there are GPUs. torch 2.13 keeps others (masks) wherever they are.
     """
     # A plain attribute hides the method of the class; modules allow it.
-    block.forward = _checkpointed(block.forward, inputs_on_cpu)
+    block.forward = _checkpointed(block, name, block.forward, inputs_on_cpu)
 
 
 def _checkpointed(
-    forward: Callable[..., Any], inputs_on_cpu: bool
+    block: nn.Module, name: str, forward: Callable[..., Any], inputs_on_cpu: bool
 ) -> Callable[..., Any]:
+    def contexts() -> tuple[Any, Any]:
+        return nullcontext(), statistics_kept(block)
+
     # wraps: transformers looks at the signature of what it calls.
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if _watcher is not None:
+            _watcher(block, name, forward, args, kwargs)
         pinned = torch.cuda.is_available()
         # The hooks of checkpointing lie above these: of the block only inputs move.
         with save_on_cpu(pin_memory=pinned) if inputs_on_cpu else nullcontext():
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(
+                forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
+            )
 
     return run
+
+
+@contextmanager
+def statistics_kept(block: nn.Module) -> Iterator[None]:
+    """Let batch norms run without counting the batch in their running statistics.
+
+    They normalise by the batch and keep the same tensors for backward, so a second
+    forward of the same micro-batch is what the first one was.
+    """
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        # running = (1 - 0) * running + 0 * new; without a count nothing is counted.
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, kept, strict=True):
+            norm.momentum = momentum
+            norm.num_batches_tracked = count

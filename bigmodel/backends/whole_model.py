@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bigmodel.backends.engine import AbstractEngine, Batch, Job, LossShare
 from bigmodel.backends.evaluation import evaluating
-from bigmodel.backends.forward import compute_loss, model_inputs
+from bigmodel.backends.forward import compute_loss, model_inputs, weigh
 from bigmodel.backends.precision import autocast
 
 
@@ -57,7 +57,7 @@ class AbstractWholeModelEngine(AbstractEngine):
         pairs = zip(micro_batches, shares, strict=True)
         for index, (batch, share) in enumerate(pairs):
             self.begin(last=index == last)
-            loss = self._forward(batch, training=True) * share
+            loss = weigh(self._forward(batch, training=True), share)
             self.backward(loss)
             total += loss.detach()
         return total

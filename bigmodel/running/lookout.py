@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,12 @@ from bigmodel.running.rendezvous import Membership
 
 _PATIENCE_SECONDS = 3.0
 """How long to wait for other ranks to report that they are stuck too."""
+
+_MEETING_SECONDS = 10.0
+"""How long to look, before a rare collective, whether a rank does something else."""
+
+_AT_THE_END = 10**9
+"""Number of the call that a rank is in when it makes none any more."""
 
 _SIGNS = (
     "timed out",
@@ -36,11 +43,12 @@ class Lookout:
         self._where = ""
 
     @contextmanager
-    def watch(self, where: str) -> Iterator[None]:
+    def watch(self, where: str, *, meet: bool = False) -> Iterator[None]:
         """Run one collective call; a silent rank becomes a `WorkerError` with its name.
 
         Args:
             where: What is done, as messages say it: `step 7`.
+            meet: Whether to find out first that no rank does something else.
 
         Raises:
             WorkerError: Another rank is behind, has failed, or has ended.
@@ -52,6 +60,8 @@ class Lookout:
             return
         try:
             self._member.store.set(f"at/{self._member.rank}", f"{self._count} {where}")
+            if meet:
+                self._meet(where)
             yield
         except RuntimeError as error:
             if not _is_silence(error):
@@ -62,6 +72,67 @@ class Lookout:
         except Exception as error:
             self._report("failed", f"{type(error).__name__}: {error}")
             raise
+
+    def leave(self) -> None:
+        """Tell the others that this rank has come to its end."""
+        if self._member.world > 1:
+            with contextlib.suppress(RuntimeError):
+                self._member.store.set(
+                    f"at/{self._member.rank}", f"{_AT_THE_END} the end of its run"
+                )
+
+    def _meet(self, where: str) -> None:
+        """Wait until all ranks are here; one that is elsewhere will never come.
+
+        Raises:
+            WorkerError: Names the ranks that did not enter the call.
+        """
+        # Kept, because who has met the others may be far ahead when they look.
+        self._member.store.set(f"in/{self._count}/{self._member.rank}", where)
+        deadline = time.monotonic() + _MEETING_SECONDS
+        while time.monotonic() < deadline:
+            # The place first: who came and went in between is seen to have come.
+            places = {other: self._place(other) for other in self._others()}
+            places = {
+                other: place
+                for other, place in places.items()
+                if not self._came(other, where)
+            }
+            if not places:
+                return
+            elsewhere = {
+                other: place
+                for other, (count, place) in places.items()
+                if count > self._count or (count == self._count and place != where)
+            }
+            if elsewhere:
+                names = "; ".join(
+                    f"rank {other} did not enter {where}: it is in {place}"
+                    for other, place in elsewhere.items()
+                )
+                raise WorkerError(
+                    f"rank {self._member.rank} is in {where}, and {names}; all ranks "
+                    "call the engine's methods together, in the same order"
+                )
+            time.sleep(0.02)
+        # Who is only late is waited for as long as in any collective.
+
+    def _came(self, rank: int, where: str) -> bool:
+        """Say whether a rank has entered this call."""
+        key = f"in/{self._count}/{rank}"
+        store = self._member.store
+        return store.check([key]) and store.get(key).decode() == where
+
+    def _others(self) -> list[int]:
+        return [r for r in range(self._member.world) if r != self._member.rank]
+
+    def _place(self, rank: int) -> tuple[int, str]:
+        """Return which of its calls a rank is in, and what that is."""
+        text = "0 its start"
+        if self._member.store.check([f"at/{rank}"]):
+            text = self._member.store.get(f"at/{rank}").decode()
+        count, where = text.split(" ", maxsplit=1)
+        return int(count), where
 
     def _report(self, kind: str, text: str) -> None:
         try:
@@ -103,8 +174,7 @@ class Lookout:
     def _ask(self) -> tuple[dict[int, str], dict[int, str], list[int]]:
         """Return who failed with what, who is behind where, and who says nothing."""
         store = self._member.store
-        me, world = self._member.rank, self._member.world
-        others = [rank for rank in range(world) if rank != me]
+        others = self._others()
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             failed = {
@@ -118,11 +188,8 @@ class Lookout:
             time.sleep(0.05)
         behind = {}
         for rank in others:
-            text = "0 its start"
-            if store.check([f"at/{rank}"]):
-                text = store.get(f"at/{rank}").decode()
-            count, where = text.split(" ", maxsplit=1)
-            if int(count) < self._count:
+            count, where = self._place(rank)
+            if count < self._count:
                 behind[rank] = where
         return failed, behind, silent
 

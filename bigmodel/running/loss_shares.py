@@ -3,10 +3,15 @@
 A mean over tokens is not the mean of the means of micro-batches with unequal numbers of
 tokens. With counts c of micro-batch i on rank r, its mean loss weighs c / sum of all c;
 engines average over data-parallel ranks, so the share is that times their number.
+
+A micro-batch without any target has no mean (0 / 0). It weighs nothing, and where its
+count is known without waiting for the device, another one is run in its place, because
+a loss that is not a number has gradients that are none either.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -14,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bigmodel.backends.batch import num_samples
+from bigmodel.backends.batch import num_samples, to_device
 from bigmodel.backends.engine import Batch, LossFunction, LossShare
 from bigmodel.plans import Plan
+from bigmodel.running.window import first_sample, repeated
 
 CountTargets = Callable[[Batch], "int | Tensor"]
 """From a micro-batch to the number of values that its mean loss is a mean over."""
@@ -32,8 +38,8 @@ class LossShares:
     Args:
         plan: The plan.
         device: Where this rank computes.
-        count: Counts the targets of a micro-batch; None: all micro-batches are full and
-            weigh the same, so that no rank needs to ask the others.
+        count: Counts the targets of a micro-batch; None: samples are counted, where
+            micro-batches differ in them.
     """
 
     def __init__(
@@ -42,31 +48,58 @@ class LossShares:
         self._plan = plan
         self._device = device
         self._count = count
+        self._spare: Batch | None = None
+        # A sample with targets, on the CPU.
+        self._looked = False
 
-    @property
-    def counts(self) -> bool:
-        """Whether micro-batches may weigh differently."""
-        return self._count is not None
+    def of(
+        self, micro_batches: Sequence[Batch], real: Sequence[bool] = ()
+    ) -> tuple[list[Batch], list[LossShare]]:
+        """Return what to run and what each weighs; collective if counted.
 
-    def of(self, micro_batches: Sequence[Batch]) -> list[LossShare]:
-        """Return the share of every micro-batch of this rank; collective if counted."""
-        if self._count is None:
-            return [1 / len(micro_batches)] * len(micro_batches)
-        counts = self._counts(micro_batches)
+        Args:
+            micro_batches: Those of this rank, on the device.
+            real: Whether each counts; empty: all do, and they have equal sizes on all
+                ranks.
+        """
+        run = list(micro_batches)
+        if self._count is None and not real:
+            self._warn_of_ignored(run)
+            return run, [1 / len(run)] * len(run)
+        counts = self._counts(run)
+        # Where the device would have to be waited for, all count as filled.
+        known = counts.device.type == "cpu"
+        filled = [bool(c) for c in counts.tolist()] if known else [True] * len(run)
+        if real:
+            counts = counts * torch.tensor(real, dtype=counts.dtype).to(counts.device)
+        for index, good in enumerate(filled):
+            if not good:
+                run[index] = self._instead(run, filled, index)
+        if self._spare is None and known and any(filled):
+            self._spare = first_sample(run[filled.index(True)])
+        counts = counts.to(self._device)
         total = counts.sum()
         if self._plan.world > 1:
             dist.all_reduce(total)
         # Ranks of one pipeline count the same batches.
         total /= self._plan.mesh.pipeline
         shares = counts * self._plan.mesh.data_parallel / total.clamp(min=1)
-        return list(shares.unbind())
+        return run, list(shares.unbind())
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of values that a batch's mean loss is a mean over."""
+        return self._counts([batch])[0].to(self._device)
 
     def mean(self, loss: Tensor, batch: Batch) -> Tensor:
         """Return the mean over all ranks of the mean loss of one batch each."""
         if self._count is None:
             return self.average(loss)
-        count = self._counts([batch])[0]
-        both = torch.stack([loss.detach().float() * count, count])
+        return self.total_mean(loss.detach().float(), self.count(batch))
+
+    def total_mean(self, mean: Tensor, count: Tensor) -> Tensor:
+        """Return the mean over all ranks of means over this many values each."""
+        total = torch.where(count > 0, mean * count, 0.0)
+        both = torch.stack([total, count])
         if self._plan.world > 1:
             dist.all_reduce(both)
         return both[0] / both[1].clamp(min=1)
@@ -80,13 +113,36 @@ class LossShares:
         return total / self._plan.world
 
     def _counts(self, batches: Sequence[Batch]) -> Tensor:
+        """Return the counts, on the CPU where they are known there."""
         count = self._count or num_samples
-        return torch.stack(
-            [
-                torch.as_tensor(count(batch), device=self._device).float()
-                for batch in batches
-            ]
-        )
+        return torch.stack([torch.as_tensor(count(batch)).float() for batch in batches])
+
+    def _instead(
+        self, batches: Sequence[Batch], filled: Sequence[bool], index: int
+    ) -> Batch:
+        """Return a micro-batch with targets, to run in place of one without."""
+        for other, good in zip(batches, filled, strict=True):
+            if good:
+                return other
+        if self._spare is None:
+            return batches[index]
+        copies = repeated(self._spare, max(1, num_samples(batches[index])))
+        return to_device(copies, self._device)
+
+    def _warn_of_ignored(self, batches: Sequence[Batch]) -> None:
+        """Say once that labels are left out, but nobody has said how to count them."""
+        if self._looked:
+            return
+        self._looked = True
+        parts = len(batches) * self._plan.mesh.data_parallel
+        if parts > 1 and any(_ignores(batch) for batch in batches):
+            warnings.warn(
+                "some labels are -100, which losses usually leave out, and every "
+                "micro-batch weighs the same, however many labels it has; so the loss "
+                "is a mean of means, not the mean over labels: give prepare(..., "
+                "targets=lambda batch: (batch['labels'] != -100).sum())",
+                stacklevel=4,
+            )
 
 
 def target_counter(
@@ -104,11 +160,23 @@ def target_counter(
     shifted = type(model).__name__.endswith(("CausalLM", "LMHeadModel"))
 
     def count(batch: Any) -> int | Tensor:
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
+        labels = _labels(batch)
+        if labels is None:
             return num_samples(batch)
         if shifted and labels.dim() > 1:
             labels = labels[:, 1:]
         return (labels != IGNORED).sum()
 
     return count
+
+
+def _labels(batch: Any) -> Tensor | None:
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return None
+    return labels
+
+
+def _ignores(batch: Any) -> bool:
+    labels = _labels(batch)
+    return labels is not None and bool((labels == IGNORED).any())

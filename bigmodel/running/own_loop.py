@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bigmodel.backends.engine import AbstractEngine, LossShare
+from bigmodel.backends.forward import weigh
 from bigmodel.backends.whole_model import AbstractWholeModelEngine
 from bigmodel.errors import UsageError
 from bigmodel.plans import Plan
@@ -45,7 +46,7 @@ class OwnLoop:
     def backward(self, loss: Tensor, share: LossShare | None) -> None:
         """Add the gradients of one micro-batch's mean loss."""
         whole = self._whole("backward")
-        weighted = loss * (1 / self._plan.accumulation if share is None else share)
+        weighted = weigh(loss, 1 / self._plan.accumulation if share is None else share)
         whole.backward(weighted)
         self._total = self._total + weighted.detach()
         self._done += 1

@@ -1,4 +1,4 @@
-"""What a training run shows: one bar on rank 0, and a file of one line a step."""
+"""What a training run shows: a bar, a file of one line a step, trackers; on rank 0."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from tqdm import tqdm
 
-from bigmodel.running.session import Engine, StepResult
+from bigmodel.running.engine import Engine, StepResult
+from bigmodel.running.trackers import Trackers
 from bigmodel.units import format_bytes
 
 
@@ -28,6 +30,10 @@ class Progress:
         total: Steps of the run, those of a loaded checkpoint included.
         tokens_per_sample: For tokens per second and device; None: samples per second.
         file: Where to write one JSON object per step.
+        trackers: Names such as `tensorboard`, or trackers of accelerate; they get loss,
+            gradient norm and speed of every step.
+        logging_dir: Folder of those that write files.
+        run: What they call the run.
     """
 
     def __init__(
@@ -37,11 +43,16 @@ class Progress:
         *,
         tokens_per_sample: int | None = None,
         file: str | Path | None = None,
+        trackers: Sequence[Any] = (),
+        logging_dir: str | Path | None = None,
+        run: str = "bigmodel",
     ) -> None:
         self._engine = engine
         self._per_sample = tokens_per_sample or 1
         self._unit = "samples" if tokens_per_sample is None else "tokens"
         self._file = Path(file) if file is not None and engine.is_first else None
+        self._trackers = Trackers(trackers if engine.is_first else (), run, logging_dir)
+        self._every_step = self._file is not None or bool(trackers)
         self._bar: tqdm | None = None
         if engine.is_first:
             self._bar = tqdm(
@@ -61,7 +72,7 @@ class Progress:
         self._samples += result.samples
         now = time.perf_counter()
         self._bar.update()
-        if self._file is None and now - self._shown < 1:
+        if not self._every_step and now - self._shown < 1:
             return
         self._shown = now
         loss = float(result.loss)
@@ -73,7 +84,7 @@ class Progress:
             f"loss {loss:.4f}, {rate:,.0f} {self._unit}/s/device, "
             f"peak {format_bytes(peak)}"
         )
-        if self._file is not None:
+        if self._every_step:
             line = {
                 "step": self._engine.steps,
                 "loss": loss,
@@ -84,11 +95,15 @@ class Progress:
                 f"{self._unit}_per_second_per_device": rate,
                 "peak_bytes": peak,
             }
-            with self._file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            if self._file is not None:
+                with self._file.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            numbers = {key: value for key, value in line.items() if value is not None}
+            self._trackers.log(numbers, numbers.pop("step"))
 
     def close(self) -> None:
-        """End the bar."""
+        """End the bar and the trackers."""
+        self._trackers.close()
         if self._bar is not None:
             self._bar.close()
 

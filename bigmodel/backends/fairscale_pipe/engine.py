@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bigmodel.backends.engine import AbstractEngine, Batch, Job, LossShare
-from bigmodel.backends.forward import compute_loss, model_inputs
+from bigmodel.backends.forward import compute_loss, model_inputs, weigh
 from bigmodel.backends.one_process import AbstractOneProcessEngine
 from bigmodel.backends.own_devices import own_devices
 from bigmodel.backends.precision import cast_inputs
@@ -68,7 +68,7 @@ class FairscalePipeEngine(AbstractOneProcessEngine):
         whole = self.call(torch.cat(inputs))
         outputs = whole.split([len(values) for values in inputs])
         losses = [
-            compute_loss(self._model, output, batch, self._loss) * share
+            weigh(compute_loss(self._model, output, batch, self._loss), share)
             for output, batch, share in zip(outputs, micro_batches, shares, strict=True)
         ]
         total = torch.stack(losses).sum()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bigmodel.backends.engine import Batch, Job, LossShare
-from bigmodel.backends.forward import compute_loss
+from bigmodel.backends.forward import compute_loss, weigh
 from bigmodel.backends.loss_scale import LossScale
 from bigmodel.backends.pipeline.cut import AbstractCut
 from bigmodel.backends.precision import autocast
@@ -69,8 +69,9 @@ class Stage(nn.Module):
             # FSDP2 warns of views (GPT-2 returns one), and only contiguous tensors can
             # be sent. Hidden states are small beside what a stage keeps.
             return output.clone() if output._is_view() else output.contiguous()
-        loss = output
-        return self._scale.scale(loss * next(self._shares)) if self.training else loss
+        if not self.training:
+            return output
+        return self._scale.scale(weigh(output, next(self._shares)))
 
     def _run(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return hidden states, or the loss."""

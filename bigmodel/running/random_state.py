@@ -1,0 +1,35 @@
+"""Random numbers of a rank: where they begin, and where a checkpoint goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bigmodel.plans import Plan
+
+
+def seed_rank(plan: Plan, rank: int, seed: int) -> None:
+    """Seed torch so that no two ranks draw the same numbers.
+
+    The first stage of data-parallel rank r begins at `seed` + r, whatever the number of
+    stages; later stages have seeds of their own, or all would drop the same elements.
+    """
+    mesh = plan.mesh
+    stage = mesh.stage(rank) if mesh.pipeline > 1 else 0
+    torch.manual_seed(seed + mesh.data_rank(rank) + stage * mesh.data_parallel)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of torch's random numbers on the CPU and on the device."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Go on from what `random_state` returned."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
