@@ -26,6 +26,7 @@ def layouts(
     yield "ddp-zero1", replace(plan, zero_stage=1)
     if world > 2:
         return
+    yield "ddp-compile", replace(plan, compile=True)
     for name, changed in {
         "copies": {"gradient_views": False},
         "first": {"first_bucket_megabytes": bucket / 4},

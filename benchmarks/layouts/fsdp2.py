@@ -28,3 +28,4 @@ def layouts(
         "ignored": Fsdp2Options(ignored=(units[2],)),
     }.items():
         yield f"fsdp2-{name}", replace(plan, fsdp2=options)
+    yield "fsdp2-compile", replace(plan, compile=True)

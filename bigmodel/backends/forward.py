@@ -22,6 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -106,9 +107,20 @@ def weigh(loss: Tensor, share: LossShare) -> Tensor:
     """Return a mean loss times its share; nothing, where it is no number and weighs 0.
 
     A mean over no targets is 0 / 0.
+
+    Raises:
+        UsageError: The share is the number 0, because nothing with targets could be run
+            in this micro-batch's place, and the loss is no number.
     """
     if isinstance(share, Tensor):
         loss = torch.where(share > 0, loss, 0.0)
+    elif not share and not loss.isfinite():
+        raise UsageError(
+            f"the loss of micro-batches without any target is {loss.item()}, and no "
+            "other ones have come to this rank yet, which could be run in their place: "
+            "let the first window hold targets on every rank, or divide by "
+            "max(count, 1) in the loss function"
+        )
     return loss * share
 
 
@@ -128,8 +140,17 @@ def _in_fp32(output: Any) -> Any:
                 result[name] = _in_fp32(value)
         return result
     if type(output) in (tuple, list):
-        fields = [_in_fp32(v) if isinstance(v, Tensor) else v for v in output]
-        return type(output)(fields)
+        return type(output)(
+            _in_fp32(value) if isinstance(value, Tensor) else value for value in output
+        )
+    if is_dataclass(output) and not isinstance(output, type):
+        values = {field.name: getattr(output, field.name) for field in fields(output)}
+        changed = {
+            name: _in_fp32(value)
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        return replace(output, **changed)
     return output
 
 

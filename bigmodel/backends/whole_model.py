@@ -65,7 +65,17 @@ class AbstractWholeModelEngine(AbstractEngine):
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the loss of this rank's batch."""
         with evaluating(self.module):
-            return self._forward(batch, training=False).detach()
+            loss = self._forward(batch, training=False).detach()
+        self.end_evaluation()
+        return loss
+
+    def infer(self, *positional: Any, **named: Any) -> Any:
+        """Return the output in the plan's precision, within `evaluating`."""
+        with autocast(self._plan, self._device):
+            return self.evaluation_call(*positional, **named)
+
+    def end_evaluation(self) -> None:
+        """Let go of what forwards without a backward have gathered."""
 
     def evaluation_call(self, *positional: Any, **named: Any) -> Any:
         """Return the output in evaluation; engines may leave their wrapper out."""

@@ -62,12 +62,7 @@ class CheckpointFolder:
         Raises:
             UsageError: It is not.
         """
-        file = self._path / _PLAN_FILE
-        if not file.is_file():
-            raise UsageError(
-                f"{str(self._path)!r} is no complete checkpoint: it has no "
-                f"{_PLAN_FILE}, which is written last"
-            )
+        file = self._complete()
         written = document.load(file)
         if document.digest(written) != document.digest(plan):
             raise UsageError(
@@ -77,7 +72,12 @@ class CheckpointFolder:
             )
 
     def progress(self) -> dict[str, Any]:
-        """Return what `finish` was given."""
+        """Return what `finish` was given.
+
+        Raises:
+            UsageError: The checkpoint is not complete.
+        """
+        self._complete()
         return json.loads((self._path / _PROGRESS_FILE).read_text())
 
     def rank(self, rank: int) -> dict[str, Any]:
@@ -86,3 +86,12 @@ class CheckpointFolder:
         if not file.is_file():
             return {}
         return torch.load(file, weights_only=True)
+
+    def _complete(self) -> Path:
+        file = self._path / _PLAN_FILE
+        if not file.is_file():
+            raise UsageError(
+                f"{str(self._path)!r} is no complete checkpoint: it has no "
+                f"{_PLAN_FILE}, which is written last"
+            )
+        return file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -11,14 +12,20 @@ import torch
 from bigmodel.backends.engine import Batch
 from bigmodel.errors import UsageError
 from bigmodel.plans import Plan
+from bigmodel.running.checkpoint_folder import CheckpointFolder
 from bigmodel.running.samples import (
     DataPosition,
     DatasetFeed,
     Last,
     RankBatches,
+    steps_of_epoch,
 )
-from bigmodel.running.streams import StreamFeed, is_stream
+from bigmodel.running.streams import StreamFeed, agreed_steps, is_stream
 from bigmodel.running.window import Window
+
+Start = int | DataPosition | str | Path | None
+"""Where data begins: steps to leave out, a place, the folder of a checkpoint written
+under any plan, or None, where a loaded checkpoint was."""
 
 
 @final
@@ -55,11 +62,13 @@ class DataFeeds:
         shuffle: bool,
         seed: int,
         epochs: int | None,
-        start: int | DataPosition | None,
+        start: Start,
         workers: int,
         last: Last,
     ) -> Iterator[Batch | Window]:
         """Return the feed that trains; see `Engine.batches`."""
+        if isinstance(start, (str, Path)):
+            start = _position_in(start)
         if is_stream(source):
             self._feed = self._from_stream(source, epochs, start, last)
         else:
@@ -78,13 +87,21 @@ class DataFeeds:
         All ranks get equally many.
         """
         # One micro-batch at a time, or evaluating would hold a whole window.
-        plan = replace(self._plan, accumulation=1, stages=None, mesh=self._plan.mesh)
+        plan = replace(self._plan, accumulation=1)
         if is_stream(source):
             yield from StreamFeed(source, plan, self._device, last="short")
             return
         begin = DataPosition(length=len(source), shuffle=False, seed=0)
-        sampler = RankBatches(plan, self._rank, start=begin, epochs=1, last="short")
+        sampler = RankBatches(
+            plan, self._rank, start=begin, epochs=1, last="short", evaluates=True
+        )
         yield from DatasetFeed(source, sampler, begin, self._device)
+
+    def steps_per_epoch(self, source: Any, last: Last) -> int:
+        """Return how many steps an epoch has; collective for streams."""
+        if is_stream(source):
+            return agreed_steps(source, self._plan, self._device, last)
+        return steps_of_epoch(len(source), self._plan, last)
 
     def state(self) -> dict[str, Any] | None:
         """Return this rank's place in a stream of its own, if it reads one."""
@@ -147,6 +164,16 @@ class DataFeeds:
         return StreamFeed(
             stream, self._plan, self._device, epochs=epochs, last=last, skip=skip
         )
+
+
+def _position_in(folder: str | Path) -> DataPosition:
+    data = CheckpointFolder(folder).progress().get("data")
+    if data is None:
+        raise UsageError(
+            f"the checkpoint {str(folder)!r} holds no place in a dataset: its run read "
+            "a stream, whose places are each rank's own; load it under the same plan"
+        )
+    return DataPosition.from_json(data)
 
 
 def _keeps_state(stream: Any) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -21,8 +21,9 @@ from bigmodel.backends.engine import (
 )
 from bigmodel.plans import Plan
 from bigmodel.running.checkpoint_folder import CheckpointFolder
-from bigmodel.running.data_feeds import DataFeeds
+from bigmodel.running.data_feeds import DataFeeds, Start
 from bigmodel.running.first_rank_work import run_first
+from bigmodel.running.inference import inferring
 from bigmodel.running.lookout import Lookout
 from bigmodel.running.loss_shares import LossShares
 from bigmodel.running.memory_errors import memory_errors
@@ -30,7 +31,7 @@ from bigmodel.running.own_loop import OwnLoop
 from bigmodel.running.random_state import random_state, restore_random_state
 from bigmodel.running.recompute_probe import probed
 from bigmodel.running.rendezvous import Membership
-from bigmodel.running.samples import DataPosition, Last, steps_of_epoch
+from bigmodel.running.samples import DataPosition, Last
 from bigmodel.running.window import Window, check_samples
 
 SchedulerFactory = Callable[
@@ -86,7 +87,7 @@ class Engine:
         self._feeds = DataFeeds(plan, member.rank, device)
         self._probed = False
         self._calls = 0
-        # Work that rank 0 did first.
+        # Of `rank0_first`.
         self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         if scheduler is not None and engine.optimizer is not None:
             self._scheduler = scheduler(engine.optimizer)
@@ -162,6 +163,33 @@ class Engine:
         with self._lookout.watch("backward"), memory_errors(self.plan):
             self._loop.backward(loss, share)
 
+    def shares(self, micro_batches: Sequence[Batch]) -> list[LossShare]:
+        """Return what `backward` is given for each micro-batch of a window.
+
+        Counted by targets as `step` does it; all ranks call it together.
+        """
+        with self._lookout.watch("shares"):
+            return self._shares.of(to_device(list(micro_batches), self.device))[1]
+
+    @contextmanager
+    def inference(self) -> Iterator[Callable[..., Any]]:
+        """Yield the model for evaluation, to be called as often as a rank needs.
+
+            with engine.inference() as model:
+                while not done:
+                    output = model(input_ids=ids)
+
+        At the end, a rank that called it less often than others runs its last forward
+        again until they are done, where weights are sharded; all ranks come here.
+
+        Raises:
+            UsageError: The plan has pipeline stages, or this rank ran no forward.
+        """
+        with self._lookout.watch("inference"), memory_errors(self.plan):
+            whole = self._loop.whole("inference")
+            with inferring(whole, self.plan, self.device) as model:
+                yield model
+
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the mean loss over the local batches of all ranks, without training.
 
@@ -202,7 +230,7 @@ class Engine:
         shuffle: bool = True,
         seed: int = 0,
         epochs: int | None = None,
-        start: int | DataPosition | None = None,
+        start: Start = None,
         workers: int = 0,
         last: Last = "drop",
     ) -> Iterator[Batch | Window]:
@@ -220,8 +248,9 @@ class Engine:
             shuffle: Whether every epoch of a dataset has another order.
             seed: Of the order.
             epochs: How many times to go through the data; None: without end.
-            start: Steps to leave out, or a position, such as `engine.position` of
-                another run. None: where a loaded checkpoint was, or else the beginning.
+            start: Steps to leave out; a position, such as `engine.position` of another
+                run; or the folder of a checkpoint, written under any plan. None: where
+                a loaded checkpoint was, or else the beginning.
             workers: Processes that read a dataset ahead; 0: none.
             last: At the end of an epoch, `drop` what fills no global batch, or make a
                 `short` step of it: a `Window`, whose loss is the mean over it.
@@ -245,9 +274,12 @@ class Engine:
         """Where the run is in its dataset, for `batches(start=)` under any plan."""
         return self._feeds.position
 
-    def steps_per_epoch(self, dataset: Any, *, last: Last = "drop") -> int:
-        """Return how many steps `batches` makes of one epoch of a dataset."""
-        return steps_of_epoch(len(dataset), self.plan, last)
+    def steps_per_epoch(self, source: Any, *, last: Last = "drop") -> int:
+        """Return how many steps `batches` makes of one epoch of a source.
+
+        For a stream, which must have a length on every rank, all ranks call it.
+        """
+        return self._feeds.steps_per_epoch(source, last)
 
     def rank0_first(
         self, work: Callable[[], Result], *, timeout: float = 86400.0

@@ -4,9 +4,9 @@ A mean over tokens is not the mean of the means of micro-batches with unequal nu
 tokens. With counts c of micro-batch i on rank r, its mean loss weighs c / sum of all c;
 engines average over data-parallel ranks, so the share is that times their number.
 
-A micro-batch without any target has no mean (0 / 0). It weighs nothing, and where its
-count is known without waiting for the device, another one is run in its place, because
-a loss that is not a number has gradients that are none either.
+A micro-batch without any target has no mean (0 / 0). It weighs nothing, and another one
+is run in its place, because a loss that is not a number has gradients that are none
+either. To know, counts that are on a device are waited for, once a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from bigmodel.backends.batch import num_samples, to_device
 from bigmodel.backends.engine import Batch, LossFunction, LossShare
 from bigmodel.plans import Plan
-from bigmodel.running.window import first_sample, repeated
+from bigmodel.running.window import on_cpu
 
 CountTargets = Callable[[Batch], "int | Tensor"]
 """From a micro-batch to the number of values that its mean loss is a mean over."""
@@ -49,7 +49,7 @@ class LossShares:
         self._device = device
         self._count = count
         self._spare: Batch | None = None
-        # A sample with targets, on the CPU.
+        # A micro-batch with targets, on the CPU.
         self._looked = False
 
     def of(
@@ -66,17 +66,16 @@ class LossShares:
         if self._count is None and not real:
             self._warn_of_ignored(run)
             return run, [1 / len(run)] * len(run)
-        counts = self._counts(run)
-        # Where the device would have to be waited for, all count as filled.
-        known = counts.device.type == "cpu"
-        filled = [bool(c) for c in counts.tolist()] if known else [True] * len(run)
+        counts = self._counts(run).cpu()
+        filled = [bool(count) for count in counts.tolist()]
         if real:
-            counts = counts * torch.tensor(real, dtype=counts.dtype).to(counts.device)
-        for index, good in enumerate(filled):
-            if not good:
-                run[index] = self._instead(run, filled, index)
-        if self._spare is None and known and any(filled):
-            self._spare = first_sample(run[filled.index(True)])
+            counts = counts * torch.tensor(real, dtype=counts.dtype)
+        if self._spare is None and any(filled):
+            self._spare = on_cpu(run[filled.index(True)])
+        if self._spare is not None:
+            for index, good in enumerate(filled):
+                if not good:
+                    run[index] = to_device(self._spare, self._device)
         counts = counts.to(self._device)
         total = counts.sum()
         if self._plan.world > 1:
@@ -84,6 +83,8 @@ class LossShares:
         # Ranks of one pipeline count the same batches.
         total /= self._plan.mesh.pipeline
         shares = counts * self._plan.mesh.data_parallel / total.clamp(min=1)
+        if self._spare is None:
+            return run, [0.0] * len(run)
         return run, list(shares.unbind())
 
     def count(self, batch: Batch) -> Tensor:
@@ -113,21 +114,9 @@ class LossShares:
         return total / self._plan.world
 
     def _counts(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the counts, on the CPU where they are known there."""
+        """Return the counts, where they were made."""
         count = self._count or num_samples
         return torch.stack([torch.as_tensor(count(batch)).float() for batch in batches])
-
-    def _instead(
-        self, batches: Sequence[Batch], filled: Sequence[bool], index: int
-    ) -> Batch:
-        """Return a micro-batch with targets, to run in place of one without."""
-        for other, good in zip(batches, filled, strict=True):
-            if good:
-                return other
-        if self._spare is None:
-            return batches[index]
-        copies = repeated(self._spare, max(1, num_samples(batches[index])))
-        return to_device(copies, self._device)
 
     def _warn_of_ignored(self, batches: Sequence[Batch]) -> None:
         """Say once that labels are left out, but nobody has said how to count them."""

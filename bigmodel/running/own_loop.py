@@ -34,7 +34,7 @@ class OwnLoop:
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         """Return the model's output for one micro-batch."""
-        whole = self._whole("forward")
+        whole = self.whole("forward")
         if self._done == self._plan.accumulation:
             raise UsageError(
                 f"the plan accumulates {self._plan.accumulation} micro-batches, and "
@@ -45,7 +45,7 @@ class OwnLoop:
 
     def backward(self, loss: Tensor, share: LossShare | None) -> None:
         """Add the gradients of one micro-batch's mean loss."""
-        whole = self._whole("backward")
+        whole = self.whole("backward")
         weighted = weigh(loss, 1 / self._plan.accumulation if share is None else share)
         whole.backward(weighted)
         self._total = self._total + weighted.detach()
@@ -53,7 +53,7 @@ class OwnLoop:
 
     def close_window(self) -> Tensor:
         """Return the sum of weighted losses, and begin the next window."""
-        self._whole("step")
+        self.whole("step")
         if self._done != self._plan.accumulation:
             raise UsageError(
                 f"engine.step() came after {self._done} of the plan's "
@@ -64,7 +64,12 @@ class OwnLoop:
         self._done = 0
         return total
 
-    def _whole(self, method: str) -> AbstractWholeModelEngine:
+    def whole(self, method: str) -> AbstractWholeModelEngine:
+        """Return the engine, for a method that has no meaning with stages.
+
+        Raises:
+            UsageError: The plan has stages.
+        """
         if isinstance(self._engine, AbstractWholeModelEngine):
             return self._engine
         raise UsageError(

@@ -9,15 +9,16 @@ import torch
 from bigmodel.plans import Plan
 
 
-def seed_rank(plan: Plan, rank: int, seed: int) -> None:
-    """Seed torch so that no two ranks draw the same numbers.
+def seed_of_rank(plan: Plan, rank: int, seed: int) -> int:
+    """Return where a rank's random numbers begin: no two ranks draw the same ones.
 
     The first stage of data-parallel rank r begins at `seed` + r, whatever the number of
     stages; later stages have seeds of their own, or all would drop the same elements.
+    Stages of one rank draw one after another from one generator.
     """
     mesh = plan.mesh
     stage = mesh.stage(rank) if mesh.pipeline > 1 else 0
-    torch.manual_seed(seed + mesh.data_rank(rank) + stage * mesh.data_parallel)
+    return seed + mesh.data_rank(rank) + stage * mesh.data_parallel
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -86,40 +86,52 @@ def first_difference(
         Path within the block of the first module whose outputs differ, and how they do;
         None where all is the same.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    kept = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    first: list[_Output] = []
+    found: list[tuple[str, str]] = []
+    ran = 0
+
+    def keep(name: str, values: list[Tensor]) -> None:
+        # Copies, because what works in place changes what another module returned; in
+        # the CPU's memory, because the plan has no place for them on the device.
+        copies = tuple(value.detach().to("cpu", copy=True) for value in values)
+        first.append(_Output(name, copies))
+
+    def compare(name: str, values: list[Tensor]) -> None:
+        nonlocal ran
+        ran += 1
+        if found or ran > len(first):
+            return
+        before = first[ran - 1]
+        if before.name != name:
+            found.append((name, f"it ran in place of {before.name or 'the block'}"))
+            return
+        what = _difference(before.values, tuple(values))
+        if what:
+            found.append((name, what))
+
     with statistics_kept(block):
-        first = _outputs(block, forward, args, kwargs)
-        second = _outputs(block, forward, args, kwargs)
-    for buffer, before in buffers:
+        _run(block, forward, args, kwargs, keep)
+        _run(block, forward, args, kwargs, compare)
+    for buffer, before in kept:
         if not torch.equal(buffer, before):
             buffer.copy_(before)
-    for one, other in zip(first, second, strict=False):
-        if one.name != other.name:
-            return other.name, f"it ran in place of {one.name or 'the block'}"
-        what = _difference(one.values, other.values)
-        if what:
-            return one.name, what
-    if len(first) != len(second):
-        return "", f"{len(first)} modules ran at first, and then {len(second)}"
-    return None
+    if not found and ran != len(first):
+        return "", f"{len(first)} modules ran at first, and then {ran}"
+    return found[0] if found else None
 
 
-def _outputs(
+def _run(
     block: nn.Module,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> list[_Output]:
-    """Return the outputs of all modules in the order in which they ended."""
-    found: list[_Output] = []
-
-    def note(name: str, output: Any) -> None:
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        # Copies: what works in place changes what another module has returned.
-        found.append(_Output(name, tuple(leaf.detach().clone() for leaf in leaves)))
+    note: Callable[[str, list[Tensor]], None],
+) -> None:
+    """Note the outputs of all modules in the order in which they end."""
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda module, inputs, output: note(name, output)
+        return lambda module, inputs, output: note(name, _tensors(output))
 
     hooks = [
         module.register_forward_hook(hook(name))
@@ -129,11 +141,14 @@ def _outputs(
     try:
         with torch.random.fork_rng(device_type=_device(block)):
             # The block's own hooks are not for us: they belong to the call around.
-            note("", forward(*args, **kwargs))
+            note("", _tensors(forward(*args, **kwargs)))
     finally:
         for handle in hooks:
             handle.remove()
-    return found
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _device(block: nn.Module) -> str:
@@ -153,9 +168,10 @@ def _difference(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> str:
         if not a.numel():
             continue
         if not a.is_floating_point():
-            if not torch.equal(a, b):
+            if not torch.equal(a, b.to(a.device)):
                 return "other values"
             continue
+        b = b.to(a.device)
         apart = (a.float() - b.float()).abs().nan_to_num(0.0).max()
         if apart > _RELATIVE * a.float().abs().nan_to_num(0.0).max():
             return f"values differ by up to {float(apart):.3g}"

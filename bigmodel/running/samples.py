@@ -73,6 +73,7 @@ class RankBatches(Sampler[list[int]]):
         start: Where to begin.
         epochs: How many from the first one on; None: without end.
         last: What becomes of the end of an epoch.
+        evaluates: Whether no backward follows, so that stages take any shape.
     """
 
     def __init__(
@@ -83,8 +84,11 @@ class RankBatches(Sampler[list[int]]):
         start: DataPosition,
         epochs: int | None = None,
         last: Last = "drop",
+        evaluates: bool = False,
     ) -> None:
         _check(start.length, plan, last)
+        if last == "short" and not evaluates:
+            _check_shapes(start.length, plan)
         self._plan = plan
         self._data_rank = plan.mesh.data_rank(rank)
         self._start = start
@@ -136,6 +140,8 @@ class RankBatches(Sampler[list[int]]):
 def steps_of_epoch(length: int, plan: Plan, last: Last = "drop") -> int:
     """Return how many optimizer steps one epoch of a dataset takes."""
     _check(length, plan, last)
+    if last == "short":
+        _check_shapes(length, plan)
     whole, rest = divmod(length, plan.global_batch)
     return whole + (rest > 0 and last == "short")
 
@@ -211,7 +217,10 @@ def _check(length: int, plan: Plan, last: Last) -> None:
                 cure="use more data, or plan for a smaller global batch",
             )
         )
-    if last == "short" and plan.stages and length % plan.micro_batch:
+
+
+def _check_shapes(length: int, plan: Plan) -> None:
+    if plan.stages and length % plan.micro_batch:
         raise UsageError(
             Violation(
                 field="samples in the dataset",

@@ -29,9 +29,7 @@ from bigmodel.running.model_argument import (
 )
 from bigmodel.running.optimizer_argument import as_factory
 from bigmodel.running.plan_argument import as_plan
-from bigmodel.running.random_state import (
-    seed_rank,
-)
+from bigmodel.running.random_state import seed_of_rank
 from bigmodel.running.rendezvous import join
 
 
@@ -93,7 +91,7 @@ def prepare(
         module = (as_empty_model if empty else as_model)(model, seed)
         factory = as_factory(optimizer, module)
         module.train()
-        seed_rank(decided, member.rank, seed)
+        torch.manual_seed(seed_of_rank(decided, member.rank, seed))
         job = Job(
             plan=decided,
             model=module,

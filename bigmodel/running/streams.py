@@ -102,18 +102,10 @@ class StreamFeed(Iterator[Window]):
         return held
 
     def _agree_on_steps(self) -> int | None:
-        length = known_length(self.stream)
-        left = length
-        if length != _UNKNOWN:
-            left = max(0, length - max(0, self._skip - self.taken))
-        counts = gather_numbers(left, self._plan.world, self._device)
-        if _UNKNOWN in counts:
-            return None
-        if min(counts) == 0 < max(counts):
-            raise UsageError(_empty(counts))
-        if self._last == "drop":
-            return min(counts) // self._plan.accumulation
-        return -(-max(counts) // self._plan.accumulation)
+        left = known_length(self.stream)
+        if left != _UNKNOWN:
+            left = max(0, left - max(0, self._skip - self.taken))
+        return _agree(left, self._plan, self._device, self._last)
 
     def _goes_on(self, held: int) -> bool:
         counts = gather_numbers(held, self._plan.world, self._device)
@@ -134,6 +126,23 @@ class StreamFeed(Iterator[Window]):
         )
 
 
+def agreed_steps(
+    stream: Any, plan: Plan, device: torch.device, last: Last = "drop"
+) -> int:
+    """Return how many steps one epoch of a stream takes; collective.
+
+    Raises:
+        UsageError: The stream of a rank does not say its length.
+    """
+    steps = _agree(known_length(stream), plan, device, last)
+    if steps is None:
+        raise UsageError(
+            "the stream of a rank does not say how many items it has: give one with "
+            "a length, or count steps as they come"
+        )
+    return steps
+
+
 def is_stream(source: Any) -> bool:
     """Say whether a source is read in its own order: a loader or another iterable."""
     if isinstance(source, (DataLoader, IterableDataset, Iterator)):
@@ -149,6 +158,18 @@ def known_length(stream: Any) -> int:
         return len(stream)
     except TypeError:
         return _UNKNOWN
+
+
+def _agree(left: int, plan: Plan, device: torch.device, last: Last) -> int | None:
+    """Return the steps that all ranks make; None where one does not know."""
+    counts = gather_numbers(left, plan.world, device)
+    if _UNKNOWN in counts:
+        return None
+    if min(counts) == 0 < max(counts):
+        raise UsageError(_empty(counts))
+    if last == "drop":
+        return min(counts) // plan.accumulation
+    return -(-max(counts) // plan.accumulation)
 
 
 def _empty(counts: list[int]) -> str:

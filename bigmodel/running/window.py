@@ -68,15 +68,8 @@ def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     ]
 
 
-def first_sample(batch: Batch) -> Any:
-    """Return a copy of a batch's first sample, on the CPU."""
+def on_cpu(batch: Batch) -> Any:
+    """Return a copy of a batch on the CPU."""
     return pytree.tree_map_only(
-        Tensor, lambda leaf: leaf[:1].detach().to("cpu", copy=True), batch
-    )
-
-
-def repeated(sample: Any, count: int) -> Batch:
-    """Return a batch of equal samples."""
-    return pytree.tree_map_only(
-        Tensor, lambda leaf: leaf.expand(count, *leaf.shape[1:]).clone(), sample
+        Tensor, lambda leaf: leaf.detach().to("cpu", copy=True), batch
     )

@@ -1,7 +1,8 @@
 """Checks that need several processes: all of one module run in one launch.
 
 A module of checks has functions named after the case they show, `pp_05_...`; each runs
-on every rank and raises if something is wrong. Run by torchrun, this file is a rank.
+on every rank and raises if something is wrong. Several modules with a + between their
+names share a launch. Run by torchrun, this file is a rank.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ SECONDS = 280
 
 def checks_of(module: str) -> dict[str, Callable[[], None]]:
     """Return the checks of `tests.cases.MODULE` by name, in their order."""
-    found = importlib.import_module(f"tests.cases.{module}")
+    several = (importlib.import_module(f"tests.cases.{m}") for m in module.split("+"))
     return {
         name: value
+        for found in several
         for name, value in vars(found).items()
         if inspect.isfunction(value)
         and value.__module__ == found.__name__

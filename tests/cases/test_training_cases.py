@@ -14,12 +14,12 @@ from bigmodel.plans import Plan
 from bigmodel.running.session import prepare
 from tests.cases.launches import assert_check, checks_of
 
-MODULE = "training_checks"
+CHECKS = "loss_checks+data_checks+engine_checks"
 
 
-@pytest.mark.parametrize("name", checks_of(MODULE))
+@pytest.mark.parametrize("name", checks_of(CHECKS))
 def test_on_two_ranks(name: str) -> None:
-    assert_check(MODULE, 2, name)
+    assert_check(CHECKS, 2, name)
 
 
 class Moody(nn.Module):

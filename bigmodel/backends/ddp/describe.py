@@ -20,7 +20,7 @@ class Ddp(AbstractBackend):
     """Whole copies of the model; gradients are averaged in buckets."""
 
     name = "ddp"
-    obeys = frozenset({"ddp", "zero_stage", "offload"})
+    obeys = frozenset({"ddp", "zero_stage", "offload", "compile"})
 
     def violations(
         self, plan: Plan, model: ModelSpec | None, cluster: Cluster | None

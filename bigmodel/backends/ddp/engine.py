@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from bigmodel.backends.compiling import apply_compile
 from bigmodel.backends.ddp.hook_files import load_hook, save_hook
 from bigmodel.backends.ddp.sharded_optimizer import ShardedOptimizerFactory
 from bigmodel.backends.ddp.unused import check_all_used
@@ -42,7 +43,9 @@ class DdpEngine(AbstractWholeModelEngine):
         super().__init__(job)
         plan = job.plan
         self._model = model = job.model.to(job.device)
-        apply_recompute(get_blocks(model, plan.units), plan)
+        blocks = get_blocks(model, plan.units)
+        apply_compile(blocks or {"": model}, plan, job.device)
+        apply_recompute(blocks, plan)
         factory = job.optimizer
         if plan.zero_stage:
             factory = ShardedOptimizerFactory(factory)

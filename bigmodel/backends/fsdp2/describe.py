@@ -21,7 +21,7 @@ class Fsdp2(AbstractBackend):
     """Everything is sharded; weights are gathered block by block."""
 
     name = "fsdp2"
-    obeys = frozenset({"fsdp2", "offload"})
+    obeys = frozenset({"fsdp2", "offload", "compile"})
     fills_from_first_rank = True
 
     def violations(

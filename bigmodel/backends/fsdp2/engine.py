@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from bigmodel.backends.engine import AbstractEngine, Batch, Job, Update
+from bigmodel.backends.compiling import apply_compile
+from bigmodel.backends.engine import AbstractEngine, Job, Update
 from bigmodel.backends.first_rank import FirstRankValues, check_same_structure
 from bigmodel.backends.fsdp2.methods import open_methods
 from bigmodel.backends.fsdp2.whole_parameters import (
@@ -61,6 +62,7 @@ class Fsdp2Engine(AbstractWholeModelEngine):
         if plan.offload.parameters == "cpu":
             _check_cpu_collectives()
         blocks = get_blocks(model, plan.units)
+        apply_compile(blocks or {"": model}, plan, job.device)
         apply_recompute(blocks, plan)
         self._whole = WholeParameters(model, plan.fsdp2.ignored)
         self._root = shard(
@@ -115,14 +117,11 @@ class Fsdp2Engine(AbstractWholeModelEngine):
         self._whole.average_gradients()
         return self._updater.update()
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """Return the loss of this rank's batch; weights are gathered meanwhile."""
-        loss = super().evaluate(batch)
-        # Without a backward gathered weights would stay until the next one.
+    def end_evaluation(self) -> None:
+        """Reshard, or gathered weights would stay until the next backward."""
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return loss
 
     def model_state(self) -> dict[str, Tensor]:
         """Gather the weights, one at a time, to rank 0."""
