@@ -32,8 +32,8 @@ def inferring(
         nonlocal last
         if shared:
             gather_numbers(1, plan.world, device)
-        last = to_device((positional, named), device)
-        return engine.infer(*last[0], **last[1])
+        inputs, keywords = last = to_device((positional, named), device)
+        return engine.infer(*inputs, **keywords)
 
     with evaluating(engine.module):
         try:

@@ -56,7 +56,7 @@ class StreamFeed(Iterator[Window]):
         self._plan = plan
         self._device = device
         self._epochs = epochs
-        self._last = last
+        self._last: Last = last
         self._skip = skip
         self._windows = self._run()
 
