@@ -51,7 +51,7 @@ class StepResult:
     grad_norm: Tensor | None
     """Global norm of the gradients before clipping; None without clipping."""
     samples: int
-    """Samples of the global batch."""
+    """Samples of a whole global batch; a short window has fewer."""
     skipped: bool = False
     """Whether a gradient overflowed in float16, so that no rank stepped."""
 

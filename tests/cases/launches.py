@@ -37,16 +37,21 @@ def checks_of(module: str) -> dict[str, Callable[[], None]]:
     }
 
 
+def folder_of_launch(module: str) -> Path:
+    """Return where a launch writes; its ranks find it in CASES_FOLDER."""
+    return Path(os.environ.get("TMPDIR", "/tmp")) / f"cases-{os.getpid()}-{module}"
+
+
 @cache
 def results(module: str, world: int) -> list[dict[str, str]]:
     """Return what every rank says of every check; an empty text is good."""
-    folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"cases-{os.getpid()}-{module}"
+    folder = folder_of_launch(module)
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={world}", __file__, module, str(folder)]
     done = subprocess.run(
         command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CASES_FOLDER": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

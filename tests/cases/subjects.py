@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from tempfile import gettempdir
 
 import torch
 import torch.distributed as dist
@@ -73,8 +72,8 @@ def gradient(engine: Engine, batch) -> float:
 
 
 def folder_of(case: str) -> Path:
-    """Return a folder that the ranks of this launch share."""
-    return Path(gettempdir()) / f"{case}-{os.getppid()}"
+    """Return a folder that the ranks of this launch, and its tests, share."""
+    return Path(os.environ["CASES_FOLDER"]) / case
 
 
 def close(got, expected: float, within: float = 1e-6) -> None:
