@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from bigmodel.plans.options import Offload as Offload
     from bigmodel.plans.training_plan import Plan as Plan
     from bigmodel.plans.training_plan import Stages as Stages
+    from bigmodel.running.decay_groups import decay_groups as decay_groups
+    from bigmodel.running.packing import pack as pack
+    from bigmodel.running.progress import Progress as Progress
     from bigmodel.running.session import Engine as Engine
     from bigmodel.running.session import prepare as prepare
     from bigmodel.search.decision import Decision as Decision
@@ -51,6 +54,9 @@ _HOMES = {
     "trainer_arguments": "api.exporting",
     "prepare": "running.session",
     "Engine": "running.session",
+    "Progress": "running.progress",
+    "decay_groups": "running.decay_groups",
+    "pack": "running.packing",
     "Plan": "plans.training_plan",
     "Stages": "plans.training_plan",
     "Offload": "plans.options",

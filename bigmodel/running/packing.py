@@ -10,7 +10,7 @@ from bigmodel.errors import UsageError, Violation
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return which sequences share a row: first fit, longest first.
 
-        rows = pack([len(tokens) for tokens in dataset], capacity=2048)
+        rows = bigmodel.pack([len(tokens) for tokens in dataset], capacity=2048)
         loader = DataLoader(dataset, batch_sampler=rows, collate_fn=concatenate)
 
     Only lengths are looked at, so all ranks can do it before training, and the steps of
