@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 
 from bigmodel.errors import WorkerError
+from bigmodel.running.failure_report import (
+    forget_failure,
+    phase_of,
+    record_failure,
+)
 from bigmodel.running.rendezvous import Membership
 
 _PATIENCE_SECONDS = 3.0
@@ -41,6 +48,7 @@ class Lookout:
         self._member = membership
         self._count = 0
         self._where = ""
+        self._failed_before = False
 
     @contextmanager
     def watch(self, where: str, *, meet: bool = False) -> Iterator[None]:
@@ -58,20 +66,46 @@ class Lookout:
         if self._member.world == 1:
             yield
             return
+        if self._failed_before:
+            self._survived()
+        self._where = f"{where} ({_callers_line()})"
         try:
-            self._member.store.set(f"at/{self._member.rank}", f"{self._count} {where}")
+            self._member.store.set(
+                f"at/{self._member.rank}", f"{self._count} {self._where}"
+            )
             if meet:
                 self._meet(where)
             yield
         except RuntimeError as error:
-            if not _is_silence(error):
-                self._report("failed", str(error))
+            if not says_silence(error):
+                self._failed(error)
                 raise
+            self._failed_before = True
             self._report("stuck", "")
-            raise WorkerError(self._explain(error)) from error
+            silence = WorkerError(self._explain(error))
+            record_failure(silence, where)
+            raise silence from error
         except Exception as error:
-            self._report("failed", f"{type(error).__name__}: {error}")
+            self._failed(error)
             raise
+
+    def _failed(self, error: Exception) -> None:
+        """Tell the launcher and the other ranks, before anything is torn down."""
+        self._failed_before = True
+        phase = phase_of(error)
+        where = f"{phase} of {self._where}" if phase else self._where
+        record_failure(error, where)
+        self._report("failed", f"in {where}: {type(error).__name__}: {error}")
+
+    def _survived(self) -> None:
+        """Take back what was said about a failure after which the script went on."""
+        self._failed_before = False
+        forget_failure()
+        try:
+            for kind in ("failed", "stuck"):
+                self._member.store.delete_key(f"{kind}/{self._member.rank}")
+        except RuntimeError:
+            return  # the store went with its process; the next collective will say so
 
     def leave(self) -> None:
         """Tell the others that this rank has come to its end."""
@@ -103,7 +137,8 @@ class Lookout:
             elsewhere = {
                 other: place
                 for other, (count, place) in places.items()
-                if count > self._count or (count == self._count and place != where)
+                if count > self._count
+                or (count == self._count and _call(place) != where)
             }
             if elsewhere:
                 names = "; ".join(
@@ -154,7 +189,7 @@ class Lookout:
                 begin
                 + "stopped because "
                 + "; ".join(
-                    f"rank {other} failed: {text}" for other, text in failed.items()
+                    f"rank {other} failed {text}" for other, text in failed.items()
                 )
             )
         if behind:
@@ -162,8 +197,8 @@ class Lookout:
                 begin
                 + "waited in vain for "
                 + "; ".join(
-                    f"rank {other}, which only came to {where}"
-                    for other, where in behind.items()
+                    f"rank {other}, which {whereabouts}"
+                    for other, whereabouts in behind.items()
                 )
             )
         if silent:
@@ -172,7 +207,7 @@ class Lookout:
         return f"{begin}lost the network; every rank still answers: {error}"
 
     def _ask(self) -> tuple[dict[int, str], dict[int, str], list[int]]:
-        """Return who failed with what, who is behind where, and who says nothing."""
+        """Return who failed with what, who is elsewhere, and who says nothing."""
         store = self._member.store
         others = self._others()
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -190,12 +225,30 @@ class Lookout:
         for rank in others:
             count, where = self._place(rank)
             if count < self._count:
-                behind[rank] = where
+                behind[rank] = f"only came to {where}"
+            elif count == self._count and _call(where) != _call(self._where):
+                behind[rank] = f"is in {where}"
         return failed, behind, silent
 
 
-def _is_silence(error: RuntimeError) -> bool:
+def says_silence(error: Exception | str) -> bool:
+    """Whether an error, or its text, says only that another rank is silent."""
     if isinstance(error, dist.DistError):
         return True
     text = str(error).lower()
     return any(sign in text for sign in _SIGNS)
+
+
+def _call(where: str) -> str:
+    """Return `step 3` from `step 3 (train.py:41)`."""
+    return where.partition(" (")[0]
+
+
+def _callers_line() -> str:
+    """Return file and line of the script, or library, that called the engine."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        ("bigmodel.", "contextlib")
+    ):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -4,6 +4,11 @@ The order matters: a wrong number of processes is seen without talking to anyone
 missing or different one by reading a key-value store, which cannot hang; only then is
 the first collective allowed.
 
+The store is where the ranks meet: a server at MASTER_ADDR:MASTER_PORT, or where
+BIGMODEL_INIT says: `env://` (the same), `tcp://host:port`, or a file that all of them
+see, `file:///path`. The collectives find each other through it, over NCCL between GPUs and gloo between
+CPUs.
+
 Rank 0's process may serve the store. When it fails it stays for a moment, so that the
 others can read why.
 """
@@ -12,12 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch.distributed import (
+    FileStore,  # pyright: ignore[reportPrivateImportUsage]
     HashStore,  # pyright: ignore[reportPrivateImportUsage]
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     Store,  # pyright: ignore[reportPrivateImportUsage]
@@ -25,10 +33,11 @@ from torch.distributed import (
     distributed_c10d,
 )
 
-from bigmodel.errors import Violation, WorkerError, WorldError
+from bigmodel.errors import UsageError, Violation, WorkerError, WorldError
 from bigmodel.plans import Plan
 from bigmodel.plans.document import digest
 from bigmodel.running.environment import Process, publish
+from bigmodel.running.port_holder import port_holder
 
 _GRACE_SECONDS = 5.0
 """How long a failing rank that serves the store waits for the others to read it."""
@@ -50,7 +59,10 @@ class Membership:
 
 
 def join(
-    plan: Plan, process: Process, device: torch.device, timeout: float
+    plan: Plan,
+    process: Process,
+    device: torch.device,
+    timeout: float,
 ) -> Membership:
     """Meet the other ranks and set up the process group.
 
@@ -62,6 +74,7 @@ def join(
 
     Raises:
         WorldError: The processes do not match the plan, or their plans differ.
+        UsageError: BIGMODEL_INIT names no place to meet.
         WorkerError: A rank never came.
     """
     ready = dist.is_initialized()
@@ -108,17 +121,23 @@ def _open_store(process: Process, ready: bool, timeout: float) -> tuple[Store, b
     """Return a store of this job alone, and whether this process serves it."""
     global _group_number
     _group_number += 1
-    prefix = f"bigmodel/{_group_number}"
+    prefix = f"bigmodel/{process.job}/{_group_number}"
     if ready:
         # No public function gives the store of a group that the user has made.
         return PrefixStore(prefix, distributed_c10d._get_default_store()), False
+    process, file = _meeting_place(process)
     if process.world_size == 1:
         return PrefixStore(prefix, HashStore()), False
+    if file is not None:
+        store = FileStore(str(file), process.world_size)
+        store.set_timeout(timedelta(seconds=timeout))
+        return PrefixStore(prefix, store), False
     serves = process.rank == 0 and not process.store_runs
+    port = process.master_port
     try:
         store = TCPStore(
             process.master_address,
-            process.master_port,
+            port,
             is_master=serves,
             timeout=timedelta(seconds=timeout),
             # Waiting is done by the roll call, which can name who is missing.
@@ -128,14 +147,59 @@ def _open_store(process: Process, ready: bool, timeout: float) -> tuple[Store, b
     except (dist.DistError, RuntimeError) as error:
         if serves:
             raise WorldError(
-                f"rank 0 cannot listen at port {process.master_port}: {error}; "
-                "another job may use it: give another one (torchrun --master-port)"
+                f"rank 0 cannot listen at port {port}, where {port_holder(port)} "
+                f"does: {_first_line(error)}; give another one (MASTER_PORT, or the "
+                "launcher's --master-port or --master_port), or start with bigmodel "
+                "run, which takes a free one"
             ) from error
         raise WorkerError(
             f"rank {process.rank} waited {timeout:g} s for rank 0 at "
-            f"{process.master_address}:{process.master_port}, which never came"
+            f"{process.master_address}:{port}, which never came"
         ) from error
     return PrefixStore(prefix, store), serves
+
+
+def _meeting_place(process: Process) -> tuple[Process, Path | None]:
+    """Return the process with the address of its `init_method`, or the shared file."""
+    method = process.init_method or "env://"
+    parts = urlsplit(method)
+    if parts.scheme == "env":
+        return process, None
+    if parts.scheme == "file" and not parts.netloc and parts.path not in ("", "/"):
+        file = Path(parts.path)
+        if file.parent.is_dir():
+            return process, file
+        raise UsageError(
+            Violation(
+                field="BIGMODEL_INIT",
+                got=method,
+                rule=f"there is no folder {str(file.parent)!r} on this machine",
+                cure="name a file in a folder that all ranks see",
+            )
+        )
+    with contextlib.suppress(ValueError):
+        if parts.scheme == "tcp" and parts.hostname and parts.port:
+            place = replace(
+                process,
+                master_address=parts.hostname,
+                master_port=parts.port,
+                # The launcher's store is at the address of the launcher.
+                store_runs=process.store_runs
+                and (parts.hostname, parts.port)
+                == (process.master_address, process.master_port),
+            )
+            return place, None
+    raise UsageError(
+        Violation(
+            field="BIGMODEL_INIT",
+            got=method,
+            rule="ranks meet at env://, tcp://HOST:PORT or file:///PATH",
+        )
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def _call_roll(
@@ -143,8 +207,14 @@ def _call_roll(
 ) -> None:
     world = plan.world
     keys = [f"plan/{other}" for other in range(world)]
-    store.set(keys[rank], digest(plan))
     try:
+        if store.add(f"came/{rank}", 1) > 1:
+            raise WorldError(
+                f"rank {rank} is there twice: another job, or an earlier one, met at "
+                "the same place; give every job a port (MASTER_PORT) or a file "
+                "(BIGMODEL_INIT) of its own"
+            )
+        store.set(keys[rank], digest(plan))
         _wait_for_all(rank, keys, store, timeout)
         digests = [store.get(key).decode() for key in keys]
         others = [other for other in range(world) if digests[other] != digests[0]]

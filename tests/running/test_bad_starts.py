@@ -20,9 +20,9 @@ EXPECTED = {
     "absent0": ((None, 1), ("", "rank 0")),
     "sleep": (
         (1, None),
-        ("rank 0, in step 3, waited in vain for rank 1, which only came to step 2", ""),
+        ("waited in vain for rank 1, which only came to step 2 (bad_start.py:", ""),
     ),
-    "raise": ((1, 2), ("because rank 1 failed: UsageError", "the batch is 3")),
+    "raise": ((1, 2), ("because rank 1 failed in step 3 (bad_start.py:", "the batch is 3")),
     "die": ((1, 7), ("waited in vain for rank 1, which only came to step 2", "")),
 }
 

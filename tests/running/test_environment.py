@@ -89,7 +89,7 @@ def test_srun(environment):
     process = read_process()
     assert (process.rank, process.local_rank, process.world_size) == (5, 1, 8)
     assert process.master_address == "gpu003"
-    assert process.master_port == 20000 + 123456 % 20000
+    assert process.master_port == 20000 + 123456 % 12000
 
 
 def test_batch_script_of_slurm_runs_alone(environment):
