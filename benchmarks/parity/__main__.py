@@ -2,7 +2,8 @@
 
     python -m benchmarks.parity [--quick] [--world 2] [--only NAME] --out FOLDER
 
-Writes FOLDER/parity.json and FOLDER/parity.md.
+Then a few of the cases under every launcher that is found here; their names begin with
+`under-LAUNCHER`. Writes FOLDER/parity.json and FOLDER/parity.md.
 """
 
 from __future__ import annotations
@@ -10,12 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.layouts import not_here
-from benchmarks.parity.cases import WORLDS, cases
+from benchmarks.parity.cases import WORLDS, Case, cases
 from benchmarks.parity.comparison import Deviation, deviation, run_matrix
+from benchmarks.parity.launchers import (
+    LAUNCHERS,
+    launched_cases,
+    launched_deviation,
+    run_launcher,
+)
+from benchmarks.parity.launchers import WORLD as LAUNCHED_WORLD
 
 SECONDS = 3000
 
@@ -29,35 +38,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for world in [options.world] if options.world else WORLDS:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            output = run_matrix(
-                world, folder, *options.only, quick=options.quick, seconds=SECONDS
-            )
-            for case in cases(world, quick=options.quick):
-                if options.only and not case.name.startswith(tuple(options.only)):
-                    continue
-                reason = not_here(case.plan)
-                found = Deviation() if reason else deviation(case, folder, output)
-                faults = [] if reason else found.faults(case)
-                rows.append(
-                    {
-                        "processes": world,
-                        "case": case.name,
-                        "plan": case.plan.describe(),
-                        **asdict(found),
-                        "faults": faults,
-                        "not_run": reason,
-                    }
-                )
-                if reason:
-                    print(f"{world} {case.name:36} not run: {reason}", flush=True)
-                    continue
-                print(
-                    f"{world} {case.name:36} losses {found.losses:.1e} weights "
-                    f"{found.weights:.1e} {'; '.join(faults)[-300:] or 'ok'}",
-                    flush=True,
-                )
+        rows += _of_world(world, options.only, quick=options.quick)
+    if options.world in (None, LAUNCHED_WORLD):
+        rows += _of_launchers(options.only)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "parity.json").write_text(json.dumps(rows, indent=1) + "\n")
     (options.out / "parity.md").write_text(_table(rows))
@@ -65,6 +48,56 @@ def main() -> None:
     absent = sum(bool(row["not_run"]) for row in rows)
     print(f"{len(rows)} cases, {bad} beyond their bounds, {absent} not run")
     raise SystemExit(bad > 0)
+
+
+def _of_world(world: int, only: list[str], *, quick: bool) -> Iterator[dict]:
+    chosen = [
+        case
+        for case in cases(world, quick=quick)
+        if not only or case.name.startswith(tuple(only))
+    ]
+    if not chosen:
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        output = run_matrix(world, folder, *only, quick=quick, seconds=SECONDS)
+        for case in chosen:
+            reason = not_here(case.plan)
+            found = Deviation() if reason else deviation(case, folder, output)
+            yield _row(world, case, found, reason)
+
+
+def _of_launchers(only: list[str]) -> Iterator[dict]:
+    for launcher in LAUNCHERS:
+        prefix = f"under-{launcher.name}"
+        if only and not prefix.startswith(tuple(only)):
+            continue
+        reason = launcher.not_here()
+        with tempfile.TemporaryDirectory() as name:
+            output = "" if reason else run_launcher(launcher, Path(name))
+            for case in launched_cases():
+                found = Deviation()
+                if not reason:
+                    found = launched_deviation(launcher, case, Path(name), output)
+                named = replace(case, name=f"{prefix}-{case.name}")
+                yield _row(LAUNCHED_WORLD, named, found, reason)
+
+
+def _row(world: int, case: Case, found: Deviation, reason: str) -> dict:
+    faults = [] if reason else found.faults(case)
+    verdict = "; ".join(faults)[-300:] or "ok"
+    said = f"losses {found.losses:.1e} weights {found.weights:.1e} {verdict}"
+    print(
+        f"{world} {case.name:36} {f'not run: {reason}' if reason else said}", flush=True
+    )
+    return {
+        "processes": world,
+        "case": case.name,
+        "plan": case.plan.describe(),
+        **asdict(found),
+        "faults": faults,
+        "not_run": reason,
+    }
 
 
 def _table(rows: list[dict]) -> str:

@@ -1,8 +1,9 @@
 """One rank of a launch that runs all cases of its world size.
 
-    torchrun --nproc-per-node WORLD worker.py FOLDER {all,quick} [NAME...]
+    torchrun --nproc-per-node WORLD worker.py FOLDER {all,quick,launched} [NAME...]
 
-A name is that of a case, or the beginning of one.
+A name is that of a case, or the beginning of one. `launched`: under any launcher; the
+process group is made by `prepare`, and names are whole.
 
 Rank 0 writes FOLDER/NAME.pt, or FOLDER/NAME.error with the traceback.
 """
@@ -24,12 +25,13 @@ from benchmarks.layouts import not_here
 from benchmarks.parity.cases import STEPS, Case, cases
 from benchmarks.parity.models import SUBJECTS, make_model, make_optimizer
 from benchmarks.parity.reference import optimizer_over, sample_batch
+from bigmodel.running.environment import read_process
 from bigmodel.running.session import Engine, prepare
 
 
 def make_engine(case: Case) -> Engine:
     model = make_model(case.model, freeze=case.freeze)
-    if dist.get_rank():
+    if read_process().rank:
         # Rank 0's weights must reach the others.
         for parameter in model.parameters():
             parameter.data.zero_()
@@ -82,13 +84,18 @@ def run(case: Case, folder: Path) -> dict:
 
 
 def main() -> None:
-    folder, quick, names = Path(sys.argv[1]), sys.argv[2] == "quick", sys.argv[3:]
+    # deepspeed gives each rank --local_rank=N as its first argument.
+    argv = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
+    folder, part, names = Path(argv[0]), argv[1], argv[2:]
+    process = read_process()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for case in cases(dist.get_world_size(), quick=quick):
+    launched = part == "launched"
+    if not launched:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for case in cases(process.world_size, quick=part == "quick"):
         if names and not case.name.startswith(tuple(names)):
             continue
-        if not_here(case.plan):
+        if not_here(case.plan) or (launched and case.name not in names):
             continue
         begin = time.perf_counter()
         try:
@@ -96,13 +103,15 @@ def main() -> None:
         except Exception:
             text = traceback.format_exc()
             (folder / f"{case.name}.error").write_text(text)
-            print(f"rank {dist.get_rank()} {case.name}\n{text}", flush=True)
+            print(f"rank {process.rank} {case.name}\n{text}", flush=True)
             continue
-        if dist.get_rank() == 0:
+        if process.rank == 0:
+            result["launcher"] = process.launcher
             torch.save(result, folder / f"{case.name}.pt")
             seconds = time.perf_counter() - begin
             print(f"{case.name}: {seconds:.1f} s", flush=True)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

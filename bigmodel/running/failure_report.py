@@ -21,6 +21,7 @@ from typing import Any
 from bigmodel.errors import BigModelError, WorkerError
 from bigmodel.running.environment import error_file
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReport:
     """What a failed rank said about itself."""

@@ -6,8 +6,8 @@ the first collective allowed.
 
 The store is where the ranks meet: a server at MASTER_ADDR:MASTER_PORT, or where
 BIGMODEL_INIT says: `env://` (the same), `tcp://host:port`, or a file that all of them
-see, `file:///path`. The collectives find each other through it, over NCCL between GPUs and gloo between
-CPUs.
+see, `file:///path`. The collectives find each other through it, over NCCL between GPUs
+and gloo between CPUs.
 
 Rank 0's process may serve the store. When it fails it stays for a moment, so that the
 others can read why.

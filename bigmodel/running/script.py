@@ -10,7 +10,6 @@ from bigmodel.errors import BigModelError, WorldError
 from bigmodel.running.environment import read_process
 from bigmodel.running.failure_report import record_failure
 
-
 _LEAVE_SECONDS = 10
 """How long a failed rank may take to leave. It may wait for ranks that wait for it."""
 

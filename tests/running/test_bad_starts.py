@@ -22,7 +22,10 @@ EXPECTED = {
         (1, None),
         ("waited in vain for rank 1, which only came to step 2 (bad_start.py:", ""),
     ),
-    "raise": ((1, 2), ("because rank 1 failed in step 3 (bad_start.py:", "the batch is 3")),
+    "raise": (
+        (1, 2),
+        ("because rank 1 failed in step 3 (bad_start.py:", "the batch is 3"),
+    ),
     "die": ((1, 7), ("waited in vain for rank 1, which only came to step 2", "")),
 }
 
