@@ -300,6 +300,11 @@ def error_file() -> Path | None:
     return None
 
 
+def variable(name: str) -> str | None:
+    """Return a variable that a library reads; None when it is not set."""
+    return os.environ.get(name)
+
+
 def visible_devices() -> str | None:
     """Return CUDA_VISIBLE_DEVICES, numbers or UUIDs; None when it is not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -24,7 +24,7 @@ from bigmodel.errors import UsageError, Violation, WorkerError, WorldError
 from bigmodel.running.port_holder import port_holder
 
 _BEAT_SECONDS = 1.0
-_SILENCE_SECONDS = 30.0
+_SILENCE_SECONDS = 60.0
 """A launcher that has written nothing for so long is taken for lost."""
 _GRACE_SECONDS = 10.0
 """How long node 0 keeps the store for launchers that have yet to read the end."""

@@ -37,6 +37,7 @@ from bigmodel.errors import UsageError, Violation, WorkerError, WorldError
 from bigmodel.plans import Plan
 from bigmodel.plans.document import digest
 from bigmodel.running.environment import Process, publish
+from bigmodel.running.network_interface import choose_interface
 from bigmodel.running.port_holder import port_holder
 
 _GRACE_SECONDS = 5.0
@@ -81,10 +82,12 @@ def join(
     rank = dist.get_rank() if ready else process.rank
     started = dist.get_world_size() if ready else process.world_size
     _check_world(plan, started)
-    store, serves = _open_store(process, ready, timeout)
+    process, file = (process, None) if ready else _meeting_place(process)
+    store, serves = _open_store(process, file, ready, timeout)
     _call_roll(plan, rank, store, serves, timeout)
     if not ready:
         publish(process)
+        choose_interface(process)
         dist.init_process_group(
             group_backend(device.type),
             store=PrefixStore("group", store),
@@ -117,7 +120,9 @@ def _check_world(plan: Plan, started: int) -> None:
     )
 
 
-def _open_store(process: Process, ready: bool, timeout: float) -> tuple[Store, bool]:
+def _open_store(
+    process: Process, file: Path | None, ready: bool, timeout: float
+) -> tuple[Store, bool]:
     """Return a store of this job alone, and whether this process serves it."""
     global _group_number
     _group_number += 1
@@ -125,7 +130,6 @@ def _open_store(process: Process, ready: bool, timeout: float) -> tuple[Store, b
     if ready:
         # No public function gives the store of a group that the user has made.
         return PrefixStore(prefix, distributed_c10d._get_default_store()), False
-    process, file = _meeting_place(process)
     if process.world_size == 1:
         return PrefixStore(prefix, HashStore()), False
     if file is not None:

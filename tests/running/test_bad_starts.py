@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,68 +18,65 @@ EXPECTED = {
     "plans": ((2, 2), ("the plans differ: rank 1", "")),
     "absent1": ((1, None), ("rank 1 never came", "")),
     "absent0": ((None, 1), ("", "rank 0")),
-    "sleep": (
-        (1, None),
-        ("waited in vain for rank 1, which only came to step 2 (bad_start.py:", ""),
-    ),
+    "sleep": ((1, None), ("rank 0, in step 3 (", "")),
     "raise": (
         (1, 2),
         ("because rank 1 failed in step 3 (bad_start.py:", "the batch is 3"),
     ),
     "die": ((1, 7), ("waited in vain for rank 1, which only came to step 2", "")),
+    "memory": (
+        (1, 1),
+        ("because rank 1 failed in backward of step 2 (bad_start.py:", "no memory"),
+    ),
 }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def start(mode: str) -> list[subprocess.Popen]:
-    port = str(free_port())
-    return [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), mode],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-
-
 @pytest.fixture(scope="module")
-def outcomes():
-    """Run all modes at once: most of their time is waiting."""
-    started = {mode: start(mode) for mode in EXPECTED}
-    results = {}
-    try:
-        for mode, processes in started.items():
-            results[mode] = []
-            for process in processes:
-                _, error = process.communicate(timeout=150)
-                results[mode].append((process.returncode, error))
-    finally:
-        for processes in started.values():
-            for process in processes:
-                process.kill()
-    return results
+def outcomes(tmp_path_factory) -> Path:
+    """Run all modes, and return the folder of what they left."""
+    folder = tmp_path_factory.mktemp("bad-starts")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder), *EXPECTED],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_ends_with_a_clear_message(outcomes, mode: str) -> None:
+    found = json.loads((outcomes / "codes.json").read_text())
     codes, words = EXPECTED[mode]
-    for (code, error), expected, word in zip(outcomes[mode], codes, words, strict=True):
-        if expected is not None:
-            assert code == expected, error
+    for rank in range(2):
+        error = (outcomes / f"{mode}-{rank}.err").read_text()
+        if codes[rank] is not None:
+            assert found[f"{mode}-{rank}"] == codes[rank], error
+        if codes[rank] is not None and mode != "memory":
             assert "Traceback" not in error, error
-        assert word in error
+        assert words[rank] in error
+
+
+def test_hang_13_names_the_missing_rank_its_last_call_and_the_line(outcomes) -> None:
+    error = (outcomes / "sleep-0.err").read_text()
+    line = next(
+        number
+        for number, text in enumerate(SCRIPT.read_text().splitlines(), 1)
+        if "engine.step((torch.zeros(1, 4)" in text
+    )
+    assert (
+        f"rank 0, in step 3 (bad_start.py:{line}), waited in vain for rank 1, which "
+        f"only came to step 2 (bad_start.py:{line})"
+    ) in error
+
+
+def test_hang_16_the_report_of_the_failed_rank_has_its_traceback(outcomes) -> None:
+    report = json.loads((outcomes / "memory" / "rank-1.json").read_text())["message"]
+    assert report["message"] == "MemoryError: no memory"
+    assert report["extraInfo"]["where"].startswith("backward of step 2 (bad_start.py:")
+    assert "in backward\n" in report["extraInfo"]["py_callstack"]
+    other = json.loads((outcomes / "memory" / "rank-0.json").read_text())["message"]
+    assert other["message"].startswith("WorkerError: rank 0, in step 2")
