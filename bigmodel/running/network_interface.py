@@ -22,7 +22,11 @@ def choose_interface(process: Process) -> None:
     The user's own choice stands.
     """
     one_machine = process.local_world_size == process.world_size
-    if one_machine or variable(_NAME) or _is_reachable(_address_of(socket.gethostname())):
+    if (
+        one_machine
+        or variable(_NAME)
+        or _is_reachable(_address_of(socket.gethostname()))
+    ):
         return
     interface = _interface_towards(process.master_address, process.master_port)
     if interface is not None:

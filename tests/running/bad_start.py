@@ -4,12 +4,11 @@ bad_start.py FOLDER MODE...     two ranks for each mode, all at once
 bad_start.py MODE               one rank, with RANK and the like set
 
 With a folder, the ranks are forks of this process, which imports everything once; it
-writes FOLDER/MODE-RANK.err and FOLDER/codes.json.
+writes FOLDER/MODE-RANK.err and FOLDER/ends.json: exit codes and times.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import socket
@@ -40,7 +39,7 @@ class FailingBackward(torch.autograd.Function):
     def backward(ctx, gradient):
         FailingBackward.calls += 1
         if FailingBackward.calls == 2 and os.environ["RANK"] == "1":
-            print(f"failed at {time.time()}", file=sys.stderr, flush=True)
+            print(f"failed at {time.monotonic()}", file=sys.stderr, flush=True)
             raise MemoryError("no memory")
         return gradient
 
@@ -56,12 +55,8 @@ def train(mode: str) -> None:
     late = rank == int(mode[-1]) if mode.startswith("absent") else False
     if late:
         time.sleep(30)
-    if mode == "start" and rank == 1:
-        raise FileNotFoundError("no such data set")
-    if mode == "teardown" and rank == 1:
-        atexit.register(time.sleep, 600)
     model = torch.nn.Linear(4, 2)
-    timeout = 4.0 if mode.startswith(("absent", "sleep")) else 60.0
+    timeout = {"absent0": 4.0, "absent1": 4.0, "sleep": 12.0}.get(mode, 60.0)
     fails = mode in ("memory", "teardown")
 
     def loss(output, batch):
@@ -77,7 +72,7 @@ def train(mode: str) -> None:
     )
     for step in range(3):
         if step == 2 and rank == 1 and mode == "sleep":
-            time.sleep(15)
+            time.sleep(30)
         if step == 2 and rank == 1 and mode == "die":
             os._exit(7)
         if step == 2 and rank == 1 and mode == "raise":
@@ -106,6 +101,8 @@ def be_rank(mode: str, rank: int, port: int, folder: Path) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
+    if mode == "teardown" and rank == 1:
+        time.sleep(600)
     sys.stderr.flush()
     os._exit(int(str(code)))
 
@@ -121,11 +118,11 @@ def start_all(folder: Path, modes: list[str]) -> None:
             if (child := os.fork()) == 0:
                 be_rank(mode, rank, port, folder)
             ranks[child] = f"{mode}-{rank}"
-    codes = {}
+    ends = {}
     for _ in ranks:
         child, status = os.wait()
-        codes[ranks[child]] = os.waitstatus_to_exitcode(status)
-    (folder / "codes.json").write_text(json.dumps(codes))
+        ends[ranks[child]] = os.waitstatus_to_exitcode(status), time.monotonic()
+    (folder / "ends.json").write_text(json.dumps(ends))
 
 
 if __name__ == "__main__":

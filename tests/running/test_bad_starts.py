@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,8 @@ EXPECTED = {
         (1, 1),
         ("because rank 1 failed in backward of step 2 (bad_start.py:", "no memory"),
     ),
+    # Ended by the alarm that run_main sets.
+    "teardown": ((1, -signal.SIGALRM), ("because rank 1 failed", "no memory")),
 }
 
 
@@ -49,13 +52,13 @@ def outcomes(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_ends_with_a_clear_message(outcomes, mode: str) -> None:
-    found = json.loads((outcomes / "codes.json").read_text())
+    ends = json.loads((outcomes / "ends.json").read_text())
     codes, words = EXPECTED[mode]
     for rank in range(2):
         error = (outcomes / f"{mode}-{rank}.err").read_text()
         if codes[rank] is not None:
-            assert found[f"{mode}-{rank}"] == codes[rank], error
-        if codes[rank] is not None and mode != "memory":
+            assert ends[f"{mode}-{rank}"][0] == codes[rank], error
+        if codes[rank] is not None and "no memory" not in error:
             assert "Traceback" not in error, error
         assert words[rank] in error
 
@@ -73,10 +76,18 @@ def test_hang_13_names_the_missing_rank_its_last_call_and_the_line(outcomes) -> 
     ) in error
 
 
+@pytest.mark.parametrize(("mode", "seconds"), [("memory", 10), ("teardown", 20)])
+def test_hang_10_all_are_gone_soon(outcomes, mode: str, seconds: float) -> None:
+    ends = json.loads((outcomes / "ends.json").read_text())
+    error = (outcomes / f"{mode}-1.err").read_text()
+    failed = float(error.split("failed at ")[1].split()[0])
+    assert max(ends[f"{mode}-{rank}"][1] for rank in range(2)) - failed < seconds
+
+
 def test_hang_16_the_report_of_the_failed_rank_has_its_traceback(outcomes) -> None:
-    report = json.loads((outcomes / "memory" / "rank-1.json").read_text())["message"]
+    report = json.loads((outcomes / "teardown" / "rank-1.json").read_text())["message"]
     assert report["message"] == "MemoryError: no memory"
     assert report["extraInfo"]["where"].startswith("backward of step 2 (bad_start.py:")
     assert "in backward\n" in report["extraInfo"]["py_callstack"]
-    other = json.loads((outcomes / "memory" / "rank-0.json").read_text())["message"]
+    other = json.loads((outcomes / "teardown" / "rank-0.json").read_text())["message"]
     assert other["message"].startswith("WorkerError: rank 0, in step 2")
