@@ -104,6 +104,9 @@ def _describe(leftover: Leftover, report: FailureReport | None) -> Culprit:
     if report is not None:
         summary += f" in {report.where}" if report.where else ""
         summary += f": {report.message}"
+        if not any(line.startswith('  File "') for line in lines):
+            # An error of this library: it stands in the summary.
+            shown = []
         if not lines and report.traceback and leftover.code is None:
             shown = report.traceback.splitlines()[-_LAST_LINES:]
     elif lines and _is_error(lines[-1]):

@@ -42,16 +42,19 @@ class FailureReport:
         return self.message.startswith(f"{WorkerError.__name__}:")
 
 
-def record_failure(error: BaseException, where: str = "") -> None:
+def record_failure(error: BaseException, where: str = "") -> bool:
     """Write the report of this rank; the first error counts, later ones follow from it.
 
     Args:
         error: What was raised.
         where: What was being done: `backward of step 2`.
+
+    Returns:
+        Whether there is a report now, for the launcher to show.
     """
     path = error_file()
     if path is None or path.exists():
-        return
+        return path is not None
     code = error.exit_code if isinstance(error, BigModelError) else 1
     document = {
         "message": {
@@ -71,7 +74,8 @@ def record_failure(error: BaseException, where: str = "") -> None:
         draft.write_text(json.dumps(document), encoding="utf-8")
         draft.rename(path)
     except OSError:
-        return  # a full disk must not hide the error itself
+        return False  # a full disk must not hide the error itself
+    return True
 
 
 def forget_failure() -> None:

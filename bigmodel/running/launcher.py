@@ -7,6 +7,7 @@ of torch's elastic agent; so are the variables that scripts read.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,6 +86,8 @@ def run_script(
         for index in range(here)
     }
     shown = 0 if node.index == 0 else None
+    # It says who ended first, which need not be who failed first.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     context: PContext | None = None
     try:
         context = start_processes(

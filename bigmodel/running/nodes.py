@@ -21,7 +21,7 @@ from torch.distributed import (
 )
 
 from bigmodel.errors import UsageError, Violation, WorkerError, WorldError
-from bigmodel.running.port_holder import port_holder
+from bigmodel.running.port_holder import why_not
 
 _BEAT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
@@ -188,9 +188,13 @@ class Meeting:
             )
         keys = [f"node/{index}" for index in range(node.count)]
         self._store.set(keys[node.index], json.dumps([self._hosts[0], digest]))
+        deadline = time.monotonic() + timeout
         try:
-            self._store.wait(keys, timedelta(seconds=timeout))
-        except (dist.DistError, RuntimeError):
+            while not self._store.check(keys):
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(0.05)
+        except (dist.DistError, RuntimeError, TimeoutError):
             raise WorkerError(self._missing(keys, timeout)) from None
         came = [json.loads(self._store.get(key)) for key in keys]
         self._hosts = [host for host, _ in came]
@@ -250,8 +254,8 @@ def _open(node: Node, timeout: float) -> TCPStore:
         port = node.master_port
         if node.index == 0:
             raise WorldError(
-                f"node 0 cannot listen at port {port}, where {port_holder(port)} does; "
-                "give all nodes another one (--master-port)"
+                f"node 0 cannot listen at port {port}: {why_not(port, error)}; give "
+                "all nodes another one (--master-port)"
             ) from error
         raise WorkerError(
             f"node 0 of {node.count} never came: node {node.index} "

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
-
 import psutil
 
 _COMMAND_CHARACTERS = 120
 
 
-def port_holder(port: int) -> str:
+def why_not(port: int, error: Exception) -> str:
+    """Return why nobody can listen at a port, from the error of who tried."""
+    if "EADDRINUSE" in str(error):
+        return f"{_holder(port)} does"
+    return str(error).splitlines()[0]
+
+
+def _holder(port: int) -> str:
     """Return the process that listens at a TCP port, for a message.
 
     Returns:
@@ -24,7 +29,7 @@ def port_holder(port: int) -> str:
         ]
         for pid in listening:
             if pid is not None:
-                command = shlex.join(psutil.Process(pid).cmdline())
+                command = " ".join(psutil.Process(pid).cmdline()).replace("\n", " ")
                 return f"process {pid} ({command[:_COMMAND_CHARACTERS]})"
     except psutil.Error:
         pass  # another user's process: the system tells only root

@@ -38,7 +38,7 @@ from bigmodel.plans import Plan
 from bigmodel.plans.document import digest
 from bigmodel.running.environment import Process, publish
 from bigmodel.running.network_interface import choose_interface
-from bigmodel.running.port_holder import port_holder
+from bigmodel.running.port_holder import why_not
 
 _GRACE_SECONDS = 5.0
 """How long a failing rank that serves the store waits for the others to read it."""
@@ -151,10 +151,9 @@ def _open_store(
     except (dist.DistError, RuntimeError) as error:
         if serves:
             raise WorldError(
-                f"rank 0 cannot listen at port {port}, where {port_holder(port)} "
-                f"does: {_first_line(error)}; give another one (MASTER_PORT, or the "
-                "launcher's --master-port or --master_port), or start with bigmodel "
-                "run, which takes a free one"
+                f"rank 0 cannot listen at port {port}: {why_not(port, error)}; give "
+                "another one (MASTER_PORT, or the launcher's --master-port or "
+                "--master_port), or start with bigmodel run, which takes a free one"
             ) from error
         raise WorkerError(
             f"rank {process.rank} waited {timeout:g} s for rank 0 at "
@@ -202,10 +201,6 @@ def _meeting_place(process: Process) -> tuple[Process, Path | None]:
     )
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
 def _call_roll(
     plan: Plan, rank: int, store: Store, serves: bool, timeout: float
 ) -> None:
@@ -237,9 +232,13 @@ def _call_roll(
 
 
 def _wait_for_all(rank: int, keys: list[str], store: Store, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
     try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except (dist.DistError, RuntimeError):
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(0.02)
+    except (dist.DistError, RuntimeError, TimeoutError):
         try:
             missing = [
                 index for index, key in enumerate(keys) if not store.check([key])

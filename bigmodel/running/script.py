@@ -25,10 +25,13 @@ def run_main(main: Callable[[], None]) -> None:
     try:
         main()
     except BigModelError as error:
-        _fail(error)
-        rank = read_process().rank
-        # Every rank has the same error about the world: once is enough.
-        if rank == 0 or not isinstance(error, WorldError):
+        reported = _fail(error)
+        process = read_process()
+        rank = process.rank
+        # Every rank has the same error about the world: once is enough. What rank 0 of
+        # `bigmodel run` reports, the launcher says, if no other rank is to blame.
+        said = reported and process.launcher == "bigmodel run"
+        if not (rank == 0 and said) and not (rank and isinstance(error, WorldError)):
             where = f"rank {rank}: " if rank else ""
             print(f"{where}error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
@@ -37,9 +40,10 @@ def run_main(main: Callable[[], None]) -> None:
         raise
 
 
-def _fail(error: Exception) -> None:
-    record_failure(error)
+def _fail(error: Exception) -> bool:
+    reported = record_failure(error)
     if read_process().world_size > 1:
         # The system's own timer: Python's may no longer run while a process ends.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_LEAVE_SECONDS)
+    return reported

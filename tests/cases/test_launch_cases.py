@@ -91,7 +91,7 @@ def test_launch_01_holder_of_the_port_is_named() -> None:
             join(PAIR, process, torch.device("cpu"), 5.0)
     port = process.master_port
     assert f"rank 0 cannot listen at port {port}" in str(error.value)
-    assert f"where process {os.getpid()} (" in str(error.value)
+    assert f": process {os.getpid()} (" in str(error.value)
 
 
 @pytest.mark.parametrize("devices", ["0,2", "GPU-8a5f,GPU-77c1"])
