@@ -113,16 +113,13 @@ def _from_ranks(env: Mapping[str, str]) -> Process:
         master_address=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(env, "MASTER_PORT", _DEFAULT_PORT),
         store_runs=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        job=_job_of_ranks(env, launcher),
+        job=_job_of_ranks(env),
         init_method=env.get("BIGMODEL_INIT"),
         plan_path=env.get("BIGMODEL_PLAN"),
     )
 
 
-def _job_of_ranks(env: Mapping[str, str], launcher: str) -> str:
-    if launcher == "deepspeed" and env.get("LOCAL_SIZE") == env.get("WORLD_SIZE"):
-        # It names no job, but all ranks of one machine have one parent.
-        return f"parent-{os.getppid()}"
+def _job_of_ranks(env: Mapping[str, str]) -> str:
     name = env.get("TORCHELASTIC_RUN_ID", "")
     # torchrun's store outlives its workers: those started again meet anew.
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")

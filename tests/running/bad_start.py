@@ -56,7 +56,7 @@ def train(mode: str) -> None:
     if late:
         time.sleep(30)
     model = torch.nn.Linear(4, 2)
-    timeout = {"absent0": 4.0, "absent1": 4.0, "sleep": 12.0}.get(mode, 60.0)
+    timeout = {"absent0": 4.0, "absent1": 4.0, "sleep": 25.0}.get(mode, 60.0)
     fails = mode in ("memory", "teardown")
 
     def loss(output, batch):
@@ -72,7 +72,7 @@ def train(mode: str) -> None:
     )
     for step in range(3):
         if step == 2 and rank == 1 and mode == "sleep":
-            time.sleep(30)
+            time.sleep(45)
         if step == 2 and rank == 1 and mode == "die":
             os._exit(7)
         if step == 2 and rank == 1 and mode == "raise":

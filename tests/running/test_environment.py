@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from bigmodel.errors import WorldError
+from bigmodel.errors import UsageError, WorldError
+from bigmodel.plans import Mesh, Plan
 from bigmodel.running.environment import first_host, read_process
+from bigmodel.running.rendezvous import join
 
 NAMES = [
     "RANK",
@@ -31,6 +34,16 @@ NAMES = [
     "HOROVOD_GLOO_RENDEZVOUS_ADDR",
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
     "BIGMODEL_PLAN",
+    "BIGMODEL_INIT",
+    "BIGMODEL_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMIX_NAMESPACE",
+    "PMI_RANK",
+    "PMI_SIZE",
 ]
 
 COMMON = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "1234"}
@@ -103,6 +116,33 @@ def test_no_number(environment):
         read_process()
 
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "1234",
+}
+
+
+def test_mpirun_on_several_machines_does_not_say_where_rank_0_is(environment):
+    environment(**OPEN_MPI)
+    with pytest.raises(WorldError, match="MASTER_ADDR and MASTER_PORT"):
+        read_process()
+    environment(MASTER_ADDR="node1", MASTER_PORT="1234")
+    process = read_process()
+    assert (process.launcher, process.rank, process.local_rank) == ("mpirun", 3, 1)
+    assert (process.world_size, process.local_world_size) == (4, 2)
+    assert (process.master_address, process.master_port) == ("node1", 1234)
+
+
+def test_workers_started_again_meet_anew(environment):
+    environment(**COMMON, TORCHELASTIC_RUN_ID="x", TORCHELASTIC_RESTART_COUNT="0")
+    first = read_process().job
+    environment(TORCHELASTIC_RESTART_COUNT="1")
+    assert read_process().job != first
+
+
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [
@@ -130,3 +170,19 @@ def test_horovodrun(environment):
     assert process.master_address == "10.0.0.7"
     # Not the port that horovodrun itself listens at, nor one that the system deals out.
     assert 20000 <= process.master_port < 32000
+
+
+@pytest.mark.parametrize(
+    ("place", "rule"),
+    [
+        ("tcp://node1", "ranks meet at env://, tcp://HOST:PORT or file:///PATH"),
+        ("node1:29500", "ranks meet at env://, tcp://HOST:PORT or file:///PATH"),
+        ("file:///no/such/folder/job", "there is no folder '/no/such/folder'"),
+    ],
+)
+def test_meeting_place_that_is_none(environment, place, rule):
+    environment(RANK="0", WORLD_SIZE="2", BIGMODEL_INIT=place)
+    plan = Plan(backend="ddp", mesh=Mesh(replicate=2), micro_batch=1)
+    with pytest.raises(UsageError) as error:
+        join(plan, read_process(), torch.device("cpu"), 5.0)
+    assert f"BIGMODEL_INIT is {place!r}; {rule}" in str(error.value)
