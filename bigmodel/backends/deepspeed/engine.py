@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import warnings
 from typing import Any, final
 
 import torch
@@ -13,12 +11,12 @@ from torch import Tensor, nn
 
 from bigmodel.backends.deepspeed.config import deepspeed_config
 from bigmodel.backends.deepspeed.gradients import MissingGradients, overflow_error
+from bigmodel.backends.deepspeed_library import import_deepspeed
 from bigmodel.backends.engine import AbstractEngine, Job, Update
 from bigmodel.backends.optimizers import build_optimizer, trainable
 from bigmodel.backends.precision import autocast, cast_inputs
 from bigmodel.backends.recompute import apply_recompute
 from bigmodel.backends.whole_model import AbstractWholeModelEngine
-from bigmodel.errors import MissingDependencyError
 from bigmodel.observe.blocks import get_blocks
 from bigmodel.plans import Plan
 
@@ -53,9 +51,6 @@ class DeepSpeedEngine(AbstractWholeModelEngine):
         # Stage 3 shards the model itself; before that it must be on the device.
         model.to(job.device)
         self._optimizer = build_optimizer(job.optimizer, trainable(model))
-        # It is global, and a later engine would keep second shards as an earlier one.
-        groups: Any = importlib.import_module("deepspeed.utils.groups")
-        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         config = deepspeed_config(plan, job.clip_norm)
         if plan.deepspeed.find_unused:
             # All micro-batches are reduced together, as if they were one.
@@ -173,28 +168,3 @@ def _autocast_inside(model: nn.Module, plan: Plan, device: torch.device) -> None
             return forward(*args, **kwargs)
 
     model.forward = run
-
-
-def import_deepspeed(device: torch.device) -> Any:
-    """Return the library, kept from compiling what it does not need on CPUs."""
-    try:
-        import deepspeed
-        from deepspeed.accelerator import get_accelerator
-        from deepspeed.ops import __compatible_ops__ as compatible
-    except ImportError:
-        raise MissingDependencyError(
-            "deepspeed", "deepspeed", "backend 'deepspeed'"
-        ) from None
-    # DeepSpeed calls collectives by names that torch 2.13 has deprecated, and every
-    # call of stage 3 would say so again.
-    warnings.filterwarnings(
-        "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
-    )
-    if device.type == "cpu":
-        # The shared-memory collective would be compiled at first start, for minutes,
-        # and a process killed meanwhile leaves a lock that later ones wait for.
-        compatible["deepspeed_shm_comm"] = False
-        # It asks oneDNN, while torch has float16 operators of its own, only slower.
-        accelerator: Any = get_accelerator()
-        accelerator.is_fp16_supported = lambda: True
-    return deepspeed

@@ -39,9 +39,9 @@ from bigmodel.backends.deepspeed.config import (
     communication_type,
     overlaps,
 )
-from bigmodel.backends.deepspeed.flat_partition import FlatPartition
 from bigmodel.backends.deepspeed.modules import full_name
 from bigmodel.backends.deepspeed.states import States
+from bigmodel.backends.flat_partition import FlatPartition
 from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.walk import (
     BUCKETS,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import final
 
 from bigmodel.backends.backend import AbstractBackend, divisors
+from bigmodel.backends.balance import balanced_cuts
 from bigmodel.backends.pipeline import shadow
-from bigmodel.backends.pipeline.balance import balanced_cuts
 from bigmodel.backends.sharding_rules import stage_violations
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation

@@ -19,19 +19,18 @@ from bigmodel.backends.pipeline.batch_statistics import warn_of_batch_norm
 from bigmodel.backends.pipeline.clipping import clip_gradients
 from bigmodel.backends.pipeline.cutting import check_model, cut_model
 from bigmodel.backends.pipeline.data_parallel import reshard, spread
-from bigmodel.backends.pipeline.gathering import gather_weights
 from bigmodel.backends.pipeline.relay import PLACEHOLDER, Ends, Line, relay
 from bigmodel.backends.pipeline.shared_weights import (
     find_shared,
     sum_gradients,
-    tied_names,
-    under_first_names,
 )
 from bigmodel.backends.pipeline.stage import Stage
 from bigmodel.backends.pipeline.stage_models import as_one, job_for_each
 from bigmodel.backends.pipeline.torch_schedules import torch_schedule
 from bigmodel.backends.recompute import apply_recompute
+from bigmodel.backends.stage_gathering import gather_weights
 from bigmodel.backends.state_files import load_state, save_state
+from bigmodel.backends.tied_names import tied_names, under_first_names
 from bigmodel.backends.updating import Updater
 from bigmodel.errors import InvalidPlanError, UsageError, Violation
 from bigmodel.plans import Plan
@@ -181,7 +180,8 @@ class PipelineEngine(AbstractEngine):
         }
         if self._updater.masters is not None:
             weights |= self._updater.params
-        return gather_weights(self._line, weights, self._names)
+        line = self._line
+        return gather_weights(line.group, line.device, weights, self._names)
 
     def save(self, folder: str) -> None:
         """Write weights and optimizer states of all stages."""

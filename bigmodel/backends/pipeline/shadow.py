@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from bigmodel.backends.replicas import Replica
 from bigmodel.backends.shards import Shards
+from bigmodel.backends.stage_units import stage_sequence
 from bigmodel.backends.walk import (
     GRADIENTS,
     SPLIT,
@@ -27,7 +28,6 @@ from bigmodel.backends.walk import (
     weight_bytes,
 )
 from bigmodel.clusters import send_seconds
-from bigmodel.models import Placed
 from bigmodel.plans import Plan
 from bigmodel.schedules import SCHEDULES, Action
 from bigmodel.simulator import Costs, Program, ProgramBuilder, Task
@@ -53,26 +53,6 @@ def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...
         _RankProgram(plan, costs, rank, micro_batches).write(row)
         for rank, row in enumerate(rows)
     )
-
-
-def stage_sequence(plan: Plan, costs: Costs, stage: int) -> tuple[Placed, ...]:
-    """Return the units of a stage in forward order."""
-    owned = {plan.units[index] for index in plan.stage_units(stage)}
-    count = plan.num_stages
-    found: list[Placed] = []
-    for index, placed in enumerate(costs.model.sequence):
-        if placed.role == "before":
-            belongs = stage == 0
-        elif placed.role == "after":
-            belongs = stage == count - 1
-        elif placed.role == "between":
-            # Runs before the block that follows it.
-            belongs = costs.model.sequence[index + 1].path in owned
-        else:
-            belongs = placed.path in owned
-        if belongs:
-            found.append(placed)
-    return tuple(found)
 
 
 class _RankProgram:
@@ -274,7 +254,8 @@ class _Stage:
 
     def _steps(self, held: tuple[int, ...]) -> tuple[Step, ...]:
         sequences = {
-            stage: stage_sequence(self._plan, self._costs, stage) for stage in held
+            stage: stage_sequence(self._plan, self._costs.model, stage)
+            for stage in held
         }
         sequence = sequences.pop(self._stage)
         beside = [placed for other in sequences.values() for placed in other]

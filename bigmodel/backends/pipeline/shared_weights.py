@@ -11,18 +11,14 @@ equal; the norm of the gradients counts them once.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bigmodel.backends.engine import OptimizerFactory
-from bigmodel.backends.optimizers import NamedOptimizerFactory, build_optimizer
 from bigmodel.plans import Mesh
 
 
@@ -36,36 +32,6 @@ class SharedWeight:
     """The ranks that hold it and read the same share of the data."""
     is_owner: bool
     """Whether this is the first stage that holds it, the one that counts it."""
-
-
-def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return the names of every parameter that has several; call it before cutting."""
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    return tuple(tuple(several) for several in names.values() if len(several) > 1)
-
-
-def under_first_names(
-    factory: OptimizerFactory, tied: tuple[tuple[str, ...], ...]
-) -> NamedOptimizerFactory:
-    """Return a factory that knows tied parameters by their first name.
-
-    That is the name under which the whole model lists them; the stage of the head may
-    have them under another.
-    """
-    return _FirstNames(factory, {name: names[0] for names in tied for name in names})
-
-
-@final
-class _FirstNames(NamedOptimizerFactory):
-    def __init__(self, factory: OptimizerFactory, first: Mapping[str, str]) -> None:
-        self._factory = factory
-        self._first = first
-
-    def __call__(self, params: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-        renamed = {self._first.get(name, name): value for name, value in params.items()}
-        return build_optimizer(self._factory, renamed)
 
 
 def find_shared(
