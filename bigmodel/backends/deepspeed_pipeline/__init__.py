@@ -1,0 +1,1 @@
+"""DeepSpeed's own pipeline engine, alone and with ZeRO-1."""

@@ -1,0 +1,3 @@
+"""stub"""
+def programs(plan, costs, micro_batches):
+    raise NotImplementedError
