@@ -10,10 +10,10 @@ import pytest
 
 from bigmodel.backends.backend import refusals
 from bigmodel.backends.catalog import BACKENDS
-from bigmodel.backends.flat_partition import FlatPartition
 from bigmodel.backends.deepspeed.gathering import MAX_LIVE, Coordinator, Weight
 from bigmodel.backends.deepspeed.shadow import programs
 from bigmodel.backends.deepspeed.zero3_linear import without_weight_copies
+from bigmodel.backends.flat_partition import FlatPartition
 from bigmodel.backends.walk import BUCKETS, GATHERED, GRADIENTS, steps_of
 from bigmodel.clusters import Cluster, Device, Link, Node
 from bigmodel.models import (

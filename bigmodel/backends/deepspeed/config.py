@@ -4,36 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from bigmodel.backends.zero_types import (
+    accumulation_type,
+    communication_type,
+    overlaps,
+)
 from bigmodel.plans import Plan
-from bigmodel.plans.number_formats import DType
 
 _NEVER = 1_000_000_000
 """Steps between two prints of DeepSpeed; it has no way to switch them off."""
 _TIER = {"cpu": "cpu", "disk": "nvme"}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
-def overlaps(plan: Plan) -> bool:
-    """Return whether gradients are reduced on a stream of their own.
-
-    None is DeepSpeed's own rule (`overlap_comm_valid`, `runtime/zero/config.py`).
-    """
-    chosen = plan.deepspeed.overlap_comm
-    return plan.zero_stage == 3 if chosen is None else chosen
-
-
-def accumulation_type(plan: Plan) -> DType:
-    """Return the element type in which gradients of micro-batches add up."""
-    chosen = plan.deepspeed.grad_accum_dtype
-    if chosen == "weights" or (chosen is None and plan.zero_stage == 1):
-        return plan.number_format.weights
-    return "float32"
-
-
-def communication_type(plan: Plan) -> DType:
-    """Return the element type in which gradients are reduced."""
-    chosen = plan.deepspeed.communication_data_type
-    return "float32" if chosen == "float32" else plan.number_format.weights
 
 
 def deepspeed_config(plan: Plan, clip_norm: float | None) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from bigmodel.backends.deepspeed.modules import full_name
 from bigmodel.backends.deepspeed.zero3 import ShardedZero
 from bigmodel.backends.deepspeed.zero3_linear import without_weight_copies
-from bigmodel.backends.deepspeed.zero12 import FlatZero
 from bigmodel.backends.flat_partition import FlatPartition
+from bigmodel.backends.flat_zero import FlatZero
 from bigmodel.backends.part import write_step
 from bigmodel.backends.walk import Step, Walk, steps_of
 from bigmodel.plans import Plan

@@ -28,11 +28,6 @@ from __future__ import annotations
 from math import ceil
 from typing import final
 
-from bigmodel.backends.deepspeed.config import (
-    accumulation_type,
-    communication_type,
-    overlaps,
-)
 from bigmodel.backends.deepspeed.gathering import (
     Coordinator,
     Event,
@@ -42,8 +37,7 @@ from bigmodel.backends.deepspeed.gathering import (
 )
 from bigmodel.backends.deepspeed.modules import full_name, modules_of
 from bigmodel.backends.deepspeed.shares import padded, shares_of
-from bigmodel.backends.deepspeed.states import States
-from bigmodel.backends.deepspeed.zero12 import NORM_BYTES
+from bigmodel.backends.flat_zero import NORM_BYTES
 from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.walk import (
     BUCKETS,
@@ -56,6 +50,12 @@ from bigmodel.backends.walk import (
     hold_inputs,
     scratch,
     weight_bytes,
+)
+from bigmodel.backends.zero_states import States
+from bigmodel.backends.zero_types import (
+    accumulation_type,
+    communication_type,
+    overlaps,
 )
 from bigmodel.clusters import group
 from bigmodel.models import Gradient

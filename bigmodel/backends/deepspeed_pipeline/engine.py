@@ -113,7 +113,8 @@ class DeepSpeedPipelineEngine(AbstractEngine):
         # DeepSpeed divides by their number.
         weights = [share * count for share in shares]
         self._engine.train_batch(self._items(micro_batches, weights))
-        return self._engine.dp_group_loss.to(self._device)
+        self._drop_buffers()
+        return self._engine.dp_group_loss.clone()
 
     def update(self) -> Update:
         """Clip by the norm over all stages, step and drop the gradients."""
@@ -150,7 +151,9 @@ class DeepSpeedPipelineEngine(AbstractEngine):
         pipeline must be given the same batch.
         """
         samples = num_samples(batch)
-        size = next(size for size in divisors(samples) if size <= self._plan.micro_batch)
+        size = next(
+            size for size in divisors(samples) if size <= self._plan.micro_batch
+        )
         parts = split(batch, samples // size)
         self._expect(parts, len(parts))
         losses = self._engine.eval_batch(
@@ -163,10 +166,7 @@ class DeepSpeedPipelineEngine(AbstractEngine):
         total = torch.zeros((), device=self._device)
         if self._engine.is_last_stage():
             total += torch.stack([loss.float() for loss in losses]).mean()
-        self._engine.fwd_outputs = []
-        for kept in self._engine.pipe_buffers.values():
-            # DeepSpeed keeps the last batches until others take their place.
-            kept[:] = [None] * len(kept)
+        self._drop_buffers()
         group = self._engine.grid.get_pipe_parallel_group()
         dist.broadcast(total, group=group, group_src=self._plan.mesh.pipeline - 1)
         return total
@@ -200,7 +200,8 @@ class DeepSpeedPipelineEngine(AbstractEngine):
     def _weighed_loss(self, output: Any, labels: _Labels) -> Tensor:
         with autocast(self._plan, self._device):
             loss = compute_loss(self._whole, output, labels.batch, self._loss)
-        return loss * labels.weight
+        # The other stages expect the step's loss in fp32.
+        return loss.float() * labels.weight
 
     def _items(
         self, batches: Sequence[Batch], weights: Sequence[LossShare]
@@ -236,6 +237,16 @@ class DeepSpeedPipelineEngine(AbstractEngine):
         if shapes != self._shapes:
             self._engine.reset_activation_shape()
             self._shapes = shapes
+
+    def _drop_buffers(self) -> None:
+        """Drop inputs, outputs and labels that DeepSpeed would keep to the next step.
+
+        The labels are views of the step's batch, and would keep all of it.
+        """
+        self._engine.fwd_outputs = []
+        self._engine.loss = torch.zeros((), device=self._device)
+        for kept in self._engine.pipe_buffers.values():
+            kept[:] = [None] * len(kept)
 
     def _schedule_without_step(self) -> Any:
         from deepspeed.runtime.pipe.schedule import TrainSchedule

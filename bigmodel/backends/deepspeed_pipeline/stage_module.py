@@ -73,9 +73,10 @@ class StageModule(PipelineModule):
         return self._shared
 
     def _partition_layers(self, method: str = "") -> None:
-        self.parts = self._bounds
-        stage = self._grid.get_stage_id()
-        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+        bounds = self._bounds
+        self.parts = bounds
+        stage: int = self.stage_id
+        self._set_bounds(start=bounds[stage], stop=bounds[stage + 1])
 
     def _index_tied_modules(self) -> dict[str, Any]:
         return {}
@@ -83,8 +84,9 @@ class StageModule(PipelineModule):
     def _share(self, layers: Sequence[nn.Module]) -> None:
         """Make groups for parameters of several stages, and mark what a norm counts."""
         holders: dict[nn.Parameter, list[int]] = {}
+        bounds = self._bounds
         for stage in range(self.num_stages):
-            held = layers[self._bounds[stage] : self._bounds[stage + 1]]
+            held = layers[bounds[stage] : bounds[stage + 1]]
             for parameter in nn.ModuleList(held).parameters():
                 holders.setdefault(parameter, []).append(stage)
         mesh, rank = self._plan.mesh, dist.get_rank()

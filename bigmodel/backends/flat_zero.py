@@ -34,13 +34,6 @@ from __future__ import annotations
 
 from typing import final
 
-from bigmodel.backends.deepspeed.config import (
-    accumulation_type,
-    communication_type,
-    overlaps,
-)
-from bigmodel.backends.deepspeed.modules import full_name
-from bigmodel.backends.deepspeed.states import States
 from bigmodel.backends.flat_partition import FlatPartition
 from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.walk import (
@@ -50,9 +43,16 @@ from bigmodel.backends.walk import (
     WEIGHTS,
     Walk,
     communication,
+    gradient_name,
     hold_inputs,
     scratch,
     weight_bytes,
+)
+from bigmodel.backends.zero_states import States
+from bigmodel.backends.zero_types import (
+    accumulation_type,
+    communication_type,
+    overlaps,
 )
 from bigmodel.clusters import group
 from bigmodel.models import Gradient
@@ -75,6 +75,8 @@ class FlatZero(AbstractPart):
         walk: The units of the model.
         partition: Of the trained parameters.
         rank: Which rank; they differ in the parameters that they own bits of.
+        pipelined: Whether it is a stage of a pipeline, which holds the batch itself and
+            calls `reduce` when its last backward has ended.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class FlatZero(AbstractPart):
         walk: Walk,
         partition: FlatPartition,
         rank: int,
+        *,
+        pipelined: bool = False,
     ) -> None:
         self.walk = walk
         self._plan = plan
@@ -108,7 +112,8 @@ class FlatZero(AbstractPart):
         self._states.hold(partition.piece)
         if self._states.offloaded:
             self._hold_offloaded()
-        hold_inputs(builder, costs, plan, walk.steps)
+        hold_inputs(builder, costs, plan, walk.steps, batch=not pipelined)
+        self._pipelined = pipelined
         self._at = 0
         self._last = False
         self._has_bucket = False
@@ -145,15 +150,24 @@ class FlatZero(AbstractPart):
         self.walk.backward(
             f"micro-batch {index}", before=self._enter, on_gradients=self._on_gradients
         )
-        if last and (self._late or not (self._shards or overlaps(self._plan))):
-            self._allocate_buckets()
-            for step in self.walk.steps:
-                for param in step.owned:
-                    if param.trainable:
-                        self._put(full_name(step, param.name))
-        if last or (self._shards and not self._late):
-            self._finish()
+        if not self._pipelined:
+            if last and (self._late or not (self._shards or overlaps(self._plan))):
+                self._put_all()
+            if last or (self._shards and not self._late):
+                self._finish()
         self._has_gradients = True
+
+    def reduce(self) -> None:
+        """Write the reduction after a pipeline's last backward.
+
+        Another bucket is made for it (`reduce_gradients` with `pipeline_parallel`),
+        though the first one is there and is the one that is filled.
+        """
+        size = self._limit * self._width
+        self._builder.allocate(BUCKETS, size, "allocate another bucket")
+        self._put_all()
+        self._finish()
+        self._builder.allocate(BUCKETS, -size, "free the other bucket")
 
     def update(self) -> None:
         """Write the optimizer's step, the end of the gradients and the all-gather."""
@@ -214,8 +228,15 @@ class FlatZero(AbstractPart):
         if self._shards or (self._last and overlaps(self._plan)):
             step = self.walk.steps[self._at]
             for gradient in gradients:
-                self._put(full_name(step, gradient.param))
+                self._put(gradient_name(step.placed, gradient))
             self._free_moved()
+
+    def _put_all(self) -> None:
+        self._allocate_buckets()
+        for step in self.walk.steps:
+            for param in step.owned:
+                if param.trainable:
+                    self._put(step.full_name(param))
 
     def _allocate_buckets(self) -> None:
         if self._has_bucket:
