@@ -100,7 +100,7 @@ class DeepSpeedPipelineEngine(AbstractEngine):
             dist_init_required=False,
         )
         self._engine.clip_fp32_gradients = self._clip_fp32
-        self._engine._train_schedule = self._schedule_without_step
+        self._engine._INSTRUCTION_MAP = _instructions(self._engine)
         self._norm: Tensor | None = None
         self._shapes: Any = None
 
@@ -113,7 +113,7 @@ class DeepSpeedPipelineEngine(AbstractEngine):
         # DeepSpeed divides by their number.
         weights = [share * count for share in shares]
         self._engine.train_batch(self._items(micro_batches, weights))
-        self._drop_buffers()
+        self._engine.fwd_outputs = []
         return self._engine.dp_group_loss.clone()
 
     def update(self) -> Update:
@@ -166,7 +166,8 @@ class DeepSpeedPipelineEngine(AbstractEngine):
         total = torch.zeros((), device=self._device)
         if self._engine.is_last_stage():
             total += torch.stack([loss.float() for loss in losses]).mean()
-        self._drop_buffers()
+        for kept in self._engine.pipe_buffers.values():
+            kept[:] = [None] * len(kept)
         group = self._engine.grid.get_pipe_parallel_group()
         dist.broadcast(total, group=group, group_src=self._plan.mesh.pipeline - 1)
         return total
@@ -238,28 +239,6 @@ class DeepSpeedPipelineEngine(AbstractEngine):
             self._engine.reset_activation_shape()
             self._shapes = shapes
 
-    def _drop_buffers(self) -> None:
-        """Drop inputs, outputs and labels that DeepSpeed would keep to the next step.
-
-        The labels are views of the step's batch, and would keep all of it.
-        """
-        self._engine.fwd_outputs = []
-        self._engine.loss = torch.zeros((), device=self._device)
-        for kept in self._engine.pipe_buffers.values():
-            kept[:] = [None] * len(kept)
-
-    def _schedule_without_step(self) -> Any:
-        from deepspeed.runtime.pipe.schedule import TrainSchedule
-
-        engine = self._engine
-        return _WithoutStep(
-            TrainSchedule(
-                micro_batches=engine.micro_batches,
-                stages=engine.num_stages,
-                stage_id=engine.stage_id,
-            )
-        )
-
     def _clip_fp32(self) -> None:
         """Clip by DeepSpeed's function, whose norm its engine throws away."""
         from deepspeed.runtime.utils import clip_grad_norm_
@@ -284,22 +263,30 @@ class DeepSpeedPipelineEngine(AbstractEngine):
         return value.detach()
 
 
-@final
-class _WithoutStep:
-    """DeepSpeed's training schedule without the optimizer's step."""
+def _instructions(engine: Any) -> dict[Any, Any]:
+    """Return DeepSpeed's instructions, two of them changed.
 
-    def __init__(self, schedule: Any) -> None:
-        self._schedule = schedule
+    The optimizer steps in `update`. After a backward nothing of the micro-batch is
+    kept: DeepSpeed would keep inputs, outputs and labels until others take their place,
+    and with an output its graph, which holds what was received and its gradient.
+    """
+    from deepspeed.runtime.pipe.schedule import BackwardPass, OptimizerStep
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        from deepspeed.runtime.pipe.schedule import OptimizerStep
+    def backward(self: Any, buffer_id: int) -> None:
+        type(self)._exec_backward_pass(self, buffer_id)
+        self.loss = self.loss.detach()
+        done = ["outputs", "labels"]
+        # The other stages still have to send the gradient of theirs.
+        if self.is_first_stage():
+            done.append("inputs")
+        for name in done:
+            self.pipe_buffers[name][buffer_id] = None
 
-        for commands in self._schedule:
-            yield [entry for entry in commands if not isinstance(entry, OptimizerStep)]
-
-    def num_pipe_buffers(self) -> int:
-        """Return how many micro-batches the stage holds at most."""
-        return self._schedule.num_pipe_buffers()
+    return {
+        **engine._INSTRUCTION_MAP,
+        BackwardPass: backward,
+        OptimizerStep: lambda _: None,
+    }
 
 
 def _check_trained(

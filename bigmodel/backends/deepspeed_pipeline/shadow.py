@@ -3,19 +3,16 @@
 Source: deepspeed 0.19, `runtime/pipe/{engine,schedule}.py`. What a stage keeps of a
 micro-batch, beside what autograd does:
 
-    first stage     a copy of the input in its slot, until the slot's next micro-batch
-                    (`_exec_load_micro_batch`), and a copy of that, which the first
-                    layer is given (`_exec_forward_pass`)
+    first stage     a copy of the input (`_exec_load_micro_batch`), and a copy of that,
+                    which the first layer is given (`_exec_forward_pass`)
     other stages    a copy of what was received, until its gradient is sent
                     (`_exec_recv_activations`), the copy of that for the first layer,
                     and the gradient, until it is sent
-    but the last    the output, to the end of the micro-batch's backward
-    last stage      the output in its slot, until the slot's next micro-batch
+    all             the output, to the end of the micro-batch's backward
 
-There are as many slots as micro-batches in flight, at least two (`num_pipe_buffers`).
-The engine of this library empties them after the reduction of gradients. Buffers to receive
-into are made once; what is received forward and backward lies in the same one, if it is
-not larger (`_allocate_or_extend_buffers`).
+Buffers to receive into are made once; what is received forward and backward lies in the
+same one, if it is not larger (`_allocate_or_extend_buffers`). Of the batch a model does
+not say what is its input: the first stage's copies are predicted as large as all of it.
 
 Sends and receives are on the stream that computes, because torch lets it wait for them.
 An activation is sent after the gradient that comes meanwhile was received.
@@ -124,8 +121,9 @@ class _StageProgram:
         self._keeps_input = _keeps_input(steps[0], self._entering, plan.micro_batch)
         builder.hold(RECEIVED, self._buffers())
         hold_batch(builder, costs, plan)
-        self._slots = max(2, min(plan.num_stages - stage, plan.accumulation))
-        self._full: set[int] = set()
+        self._drops_output = self._last and not _keeps_input(
+            steps[-1], self._leaving, plan.micro_batch
+        )
         residue = walk.residue()
         expected = sum(p.elements for p in trainable(steps)) * weight_bytes(plan)
         self._own_gradient = expected - residue.pop(GRADIENTS, 0)
@@ -147,20 +145,13 @@ class _StageProgram:
                 self._backward(action.micro_batch, last=action.micro_batch == last)
         self._flush()
         self._part.reduce()
-        for _ in self._full:
-            self._keep(-self._slot_bytes, "empty the slots")
         self._part.update()
         return self._builder.build()
-
-    @property
-    def _slot_bytes(self) -> int:
-        return self._entering if self._first else self._leaving
 
     def _forward(self, index: int) -> None:
         self._flush()
         if self._first:
             self._keep(self._entering, "load the input")
-            self._take_slot(index)
         else:
             self._receive(f"F{self._stage}.{index}")
             self._keep(self._entering, "copy what was received")
@@ -168,9 +159,9 @@ class _StageProgram:
         self._part.forward(index)
         if not self._keeps_input:
             self._keep(-self._entering, "drop the copy of the input")
-        if self._last:
-            self._take_slot(index)
-        else:
+        if self._drops_output:
+            self._keep(self._leaving, "keep the output")
+        if not self._last:
             self._pending = f"F{self._stage + 1}.{index}", self._leaving
 
     def _backward(self, index: int, *, last: bool) -> None:
@@ -187,21 +178,16 @@ class _StageProgram:
             self._builder.allocate(GRADIENTS, self._own_gradient, label)
         if self._keeps_input:
             self._keep(-self._entering, "drop the copy of the input")
-        if self._last:
-            # The tape drops the output, which is still in its slot.
-            self._keep(self._leaving, "keep the output")
         left = self._kept
-        if not self._first:
+        if self._drops_output:
+            left += self._leaving
+        if self._first:
+            left += self._entering
+        else:
             left -= self._entering
             self._pending = f"B{self._stage - 1}.{index}", self._entering
         if left:
-            self._keep(-left, "drop the output")
-
-    def _take_slot(self, index: int) -> None:
-        slot = index % self._slots
-        if slot in self._full:
-            self._keep(-self._slot_bytes, "empty a slot")
-        self._full.add(slot)
+            self._keep(-left, "drop what was kept")
 
     def _flush(self) -> None:
         """Send what is to be sent; a gradient goes, with what it is the gradient of."""
