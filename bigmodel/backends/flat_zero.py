@@ -32,6 +32,7 @@ whole gradients of the owned parameters add up there (`accumulated_grads_in_cpu`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 from bigmodel.backends.flat_partition import FlatPartition
@@ -114,6 +115,8 @@ class FlatZero(AbstractPart):
             self._hold_offloaded()
         hold_inputs(builder, costs, plan, walk.steps, batch=not pipelined)
         self._pipelined = pipelined
+        self.after_backward: Callable[[int], None] | None = None
+        """Called with a unit's index after its backward."""
         self._at = 0
         self._last = False
         self._has_bucket = False
@@ -148,7 +151,10 @@ class FlatZero(AbstractPart):
         """Write the backward of a micro-batch."""
         self._last = last
         self.walk.backward(
-            f"micro-batch {index}", before=self._enter, on_gradients=self._on_gradients
+            f"micro-batch {index}",
+            before=self._enter,
+            after=self.after_backward,
+            on_gradients=self._on_gradients,
         )
         if not self._pipelined:
             if last and (self._late or not (self._shards or overlaps(self._plan))):

@@ -7,6 +7,7 @@ Source: deepspeed 0.19, `buffered_allreduce_fallback` and `allreduce_bucket` in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 from bigmodel.backends.walk import (
@@ -54,6 +55,8 @@ class ReducedStage:
         self._width = weight_bytes(plan)
         self._sizes = [param.elements for param in trainable(walk.steps)]
         self._has_gradients = False
+        self.after_backward: Callable[[int], None] | None = None
+        """Called with a unit's index after its backward."""
         weights = sum(step.elements for step in walk.steps)
         builder.hold(WEIGHTS, weights * self._width)
         builder.hold(OPTIMIZER, optimizer_state_bytes(plan, sum(self._sizes)))
@@ -71,7 +74,11 @@ class ReducedStage:
                 size = sum(gradient.elements for gradient in gradients) * self._width
                 self._builder.allocate(GRADIENTS, -size, "accumulate gradient")
 
-        self.walk.backward(f"micro-batch {index}", on_gradients=on_gradients)
+        self.walk.backward(
+            f"micro-batch {index}",
+            after=self.after_backward,
+            on_gradients=on_gradients,
+        )
         self._has_gradients = True
 
     def reduce(self) -> None:

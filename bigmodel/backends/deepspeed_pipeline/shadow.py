@@ -20,6 +20,7 @@ An activation is sent after the gradient that comes meanwhile was received.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from bigmodel.backends.deepspeed_pipeline.reduced_stage import ReducedStage
@@ -118,11 +119,12 @@ class _StageProgram:
         if not self._first:
             size = steps[0].unit.input_bytes_per_sample
             self._entering = size * plan.micro_batch
-        self._keeps_input = _keeps_input(steps[0], self._entering, plan.micro_batch)
+        self._keeps_input = not _drops(steps[:1], self._entering, plan.micro_batch)
         builder.hold(RECEIVED, self._buffers())
         hold_batch(builder, costs, plan)
-        self._drops_output = self._last and not _keeps_input(
-            steps[-1], self._leaving, plan.micro_batch
+        # Where the tape drops the output before its micro-batch has ended.
+        self._drops_output = self._last and _drops(
+            steps[-2:], self._leaving, plan.micro_batch
         )
         residue = walk.residue()
         expected = sum(p.elements for p in trainable(steps)) * weight_bytes(plan)
@@ -133,7 +135,20 @@ class _StageProgram:
             if partition is None
             else FlatZero(plan, costs, builder, walk, partition, share, pipelined=True)
         )
+        self._part.after_backward = self._after_backward
+        self._saved_output = 0
+        if not self._last and self._kept < self._leaving + self._handed_back:
+            self._saved_output = self._leaving
         self._pending: tuple[str, int] | None = None
+
+    @property
+    def _handed_back(self) -> int:
+        return 0 if self._first else self._entering
+
+    def _after_backward(self, at: int) -> None:
+        # Its unit drops an output that it has saved, and DeepSpeed still has it.
+        if self._saved_output and at == len(self._part.walk.steps) - 1:
+            self._keep(self._saved_output, "keep the output")
 
     def write(self, row: tuple[Action, ...]) -> Program:
         """Write the actions of the rank and the optimizer's step."""
@@ -178,7 +193,7 @@ class _StageProgram:
             self._builder.allocate(GRADIENTS, self._own_gradient, label)
         if self._keeps_input:
             self._keep(-self._entering, "drop the copy of the input")
-        left = self._kept
+        left = self._kept + self._saved_output
         if self._drops_output:
             left += self._leaving
         if self._first:
@@ -218,15 +233,18 @@ class _StageProgram:
         return forward + (backward if backward > forward else 0)
 
 
-def _keeps_input(step: Step, size: int, micro_batch: int) -> bool:
-    """Say whether autograd keeps a unit's input from forward to backward.
+def _drops(steps: Sequence[Step], size: int, micro_batch: int) -> bool:
+    """Say whether what passes between units is dropped in these units' forward.
 
-    The trace sees the end of an input that nothing keeps within the unit's forward.
+    The trace sees the end of a tensor that autograd does not keep within the forward of
+    the unit that reads it, or at the end of the whole forward.
     """
-    return not any(
+    return any(
         isinstance(event, Storage)
         and event.sign < 0
         and event.kind == "boundary"
         and event.size.at(micro_batch) == size
-        for event in step.unit.phases[step.policy].forward.events
+        for step in steps
+        for phase in ("forward", "forward_end")
+        for event in getattr(step.unit.phases[step.policy], phase).events
     )

@@ -85,7 +85,7 @@ class StageModule(PipelineModule):
         """Make groups for parameters of several stages, and mark what a norm counts."""
         holders: dict[nn.Parameter, list[int]] = {}
         bounds = self._bounds
-        for stage in range(self.num_stages):
+        for stage in range(len(bounds) - 1):
             held = layers[bounds[stage] : bounds[stage + 1]]
             for parameter in nn.ModuleList(held).parameters():
                 holders.setdefault(parameter, []).append(stage)
