@@ -68,7 +68,7 @@ class DeepSpeedPipeline(AbstractBackend):
         default = DeepSpeedOptions().bucket_elements
         options = DeepSpeedOptions(bucket_elements=min(default, elements))
         for count in divisors(world):
-            if not 2 <= count <= len(units):
+            if not 2 <= count <= len(costs.model.cuts) + 1:
                 continue
             inside = world // count
             stages = Stages(schedule="1f1b", cuts=balanced_cuts(costs, count))
