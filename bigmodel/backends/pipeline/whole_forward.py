@@ -95,7 +95,7 @@ class WholeForwardCut(AbstractCut):
         reached = leaves_of(output)
         used = [name for name, zero in self._zeros.items() if id(zero) in reached]
         for zero in self._zeros.values():
-            zero.requires_grad_(requires_grad=False)
+            zero.requires_grad_(False)
         if used:
             first, last = self._kept.start, self._kept.stop - 1
             self.complaints.append(
