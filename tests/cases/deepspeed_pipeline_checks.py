@@ -78,6 +78,7 @@ def follow(plan: Plan, batches, tolerance: float, clip_norm: float | None) -> No
                 close(result.grad_norm, norm, tolerance)
             with torch.no_grad():
                 for parameter in alone.parameters():
+                    assert parameter.grad is not None
                     parameter -= 0.5 * parameter.grad
                     parameter.grad = None
         assert stepped > 1
