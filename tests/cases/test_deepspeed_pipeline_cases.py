@@ -53,6 +53,15 @@ def test_pp_08_deepspeed_pipeline_with_zero_1_is_accepted():
             "zero_stage",
         ),
         ({"precision": "autocast-fp16"}, "precision"),
+        (
+            {
+                "zero_stage": 0,
+                "mesh": Mesh(pipeline=4),
+                "stages": Stages(schedule="1f1b", cuts=(1, 2, 3)),
+                "precision": "autocast",
+            },
+            "precision",
+        ),
         ({"deepspeed": DeepSpeedOptions(overlap_comm=True)}, "deepspeed.overlap_comm"),
         ({"mesh": Mesh(shard=2), "stages": None, "units": ()}, "mesh.pipeline"),
     ],

@@ -47,6 +47,16 @@ class DeepSpeedPipeline(AbstractBackend):
                 rule="DeepSpeed's pipeline engine runs '1f1b'",
                 cure="use '1f1b', or backend 'pipeline'",
             )
+        if plan.precision == "autocast" and plan.num_stages > 2:
+            # `_allocate_or_extend_buffers`: element types are not looked at.
+            yield Violation(
+                field="precision",
+                got="autocast",
+                rule="DeepSpeed's engine receives hidden states and gradients of a "
+                "stage between two others in one buffer, of whatever type the first "
+                "was, and under autocast their types may differ",
+                cure="use 2 stages, bf16 or fp32, or backend 'pipeline'",
+            )
         yield from _zero_violations(plan)
         yield from _option_violations(plan)
         if any("." in unit for unit in plan.units):
