@@ -1,4 +1,7 @@
-"""fairscale's OSS, in DDP and in ShardedDataParallel."""
+"""fairscale's OSS, in DDP and in ShardedDataParallel.
+
+Not AdaScale, which changes the step on purpose: see `tests/cases/fairscale_checks.py`.
+"""
 
 from __future__ import annotations
 

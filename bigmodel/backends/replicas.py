@@ -51,6 +51,7 @@ class Replica(AbstractPart):
         stepped: The parameters whose optimizer states this rank keeps; None: all. The
             others come from the ranks that step them.
         batch: Whether the batch is held here, and not by several parts' owner.
+        squares: Whether gradients are squared one by one as they come (AdaScale).
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class Replica(AbstractPart):
         stepped: Sequence[Param] | None = None,
         *,
         batch: bool = True,
+        squares: bool = False,
     ) -> None:
         self.walk = walk
         self._plan = plan
+        self._squares = squares
         self._costs = costs
         self._builder = builder
         self._width = weight_bytes(plan)
@@ -101,6 +104,10 @@ class Replica(AbstractPart):
 
         def on_gradients(gradients: tuple[Gradient, ...], task: int) -> None:
             size = sum(g.elements for g in gradients) * self._width
+            if self._squares:
+                largest = max(g.elements for g in gradients) * self._width
+                surge = ((GRADIENTS, largest),)
+                self._builder.add(Task(label="square gradient", surge=surge))
             # Added to the gradient that is there, what autograd made goes; copied into
             # its bucket, the gradient goes. Autograd holds what it made until the
             # reducer, and with it the hook, is done with the bucket.

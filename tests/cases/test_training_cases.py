@@ -18,7 +18,7 @@ from bigmodel.running.random_state import seed_of_rank
 from bigmodel.running.session import prepare
 from tests.cases.launches import assert_check, checks_of, folder_of_launch
 
-CHECKS = "loss_checks+data_checks+engine_checks"
+CHECKS = "loss_checks+data_checks+engine_checks+fairscale_checks"
 
 
 @pytest.mark.parametrize("name", checks_of(CHECKS))

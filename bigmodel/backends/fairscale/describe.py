@@ -46,13 +46,7 @@ class Fairscale(AbstractBackend):
                 "streams and the internals of torch before 2",
                 cure="use backend 'fsdp2', its successor in torch, or 'deepspeed'",
             )
-        if plan.zero_stage == 1 and plan.fairscale != FairscaleOptions():
-            yield Violation(
-                field="fairscale",
-                got=plan.fairscale,
-                rule="they are options of ShardedDataParallel, that is of stage 2",
-                cure="leave them at their defaults",
-            )
+        yield from _option_violations(plan)
 
     def layouts(self, costs: Costs) -> Iterator[Plan]:
         """Yield both stages."""
@@ -70,6 +64,34 @@ class Fairscale(AbstractBackend):
     ) -> tuple[Program, ...]:
         """Return the shadow's programs."""
         return shadow.programs(plan, costs, micro_batches)
+
+
+def _option_violations(plan: Plan) -> Iterator[Violation]:
+    options, default = plan.fairscale, FairscaleOptions()
+    unlike = options.reduce_buffer_elements != default.reduce_buffer_elements
+    if plan.zero_stage == 1 and unlike:
+        yield Violation(
+            field="fairscale.reduce_buffer_elements",
+            got=options.reduce_buffer_elements,
+            rule="it is an option of ShardedDataParallel, that is of stage 2",
+            cure="leave it at its default",
+        )
+    if plan.zero_stage == 2 and options.adascale:
+        yield Violation(
+            field="fairscale.adascale",
+            got=True,
+            rule="AdaScale reads all averaged gradients on every rank, and under stage "
+            "2 each rank has its own only",
+            cure="use zero_stage=1",
+        )
+    if options.adascale and plan.number_format.scaled:
+        yield Violation(
+            field="fairscale.adascale",
+            got=True,
+            rule="it compares squares of gradients, which a loss scale changes from "
+            "step to step",
+            cure="use precision 'autocast'",
+        )
 
 
 BACKEND = Fairscale()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,6 +30,8 @@ from bigmodel.backends.whole_model import AbstractWholeModelEngine
 from bigmodel.errors import MissingDependencyError
 from bigmodel.observe.blocks import get_blocks
 
+_GAIN_FILE = "adascale.json"
+
 
 def build(job: Job) -> AbstractEngine:
     """Return the engine of this rank."""
@@ -45,7 +50,7 @@ class FairscaleEngine(AbstractWholeModelEngine):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         plan = job.plan
-        oss, sharded = _import_fairscale()
+        oss, sharded, adascale = _import_fairscale()
         self._model = model = job.model.to(job.device)
         apply_recompute(get_blocks(model, plan.units), plan)
         shards = plan.zero_stage == 2
@@ -59,6 +64,12 @@ class FairscaleEngine(AbstractWholeModelEngine):
         )
         self._optimizer: Any = self._updater.optimizer
         self._updater.local_optimizer = self._optimizer.optim
+        self._gain: Any = None
+        if plan.fairscale.adascale:
+            self._gain = adascale(
+                self._optimizer, num_gradients_to_accumulate=plan.accumulation
+            )
+            self._updater.optimizer = self._gain
         self._wrapped: Any
         if shards:
             self._wrapped = sharded(
@@ -78,8 +89,11 @@ class FairscaleEngine(AbstractWholeModelEngine):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The OSS around the user's optimizer; its groups are the user's."""
-        return self._optimizer
+        """The OSS around the user's optimizer, or AdaScale around that.
+
+        The groups are the user's; AdaScale says its `gain()`.
+        """
+        return self._gain or self._optimizer
 
     def begin(self, *, last: bool) -> None:
         """Let gradients add up locally until the last backward."""
@@ -119,10 +133,22 @@ class FairscaleEngine(AbstractWholeModelEngine):
     def save(self, folder: str) -> None:
         """Write weights and the optimizer states of all ranks."""
         save_state(folder, self._model, self._updater)
+        if self._gain is not None and not dist.get_rank():
+            # Averages over all ranks, the same on each.
+            averages = {name: list(kept) for name, kept in self._averages.items()}
+            (Path(folder) / _GAIN_FILE).write_text(json.dumps(averages))
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote."""
         load_state(folder, self._model, self._updater)
+        if self._gain is not None:
+            averages = json.loads((Path(folder) / _GAIN_FILE).read_text())
+            self._averages.update({k: np.array(kept) for k, kept in averages.items()})
+
+    @property
+    def _averages(self) -> dict[str, Any]:
+        """What AdaScale keeps between steps, where it keeps it."""
+        return self._optimizer.state["adascale"]
 
     def _clip(self, params: Mapping[str, nn.Parameter], limit: float) -> Tensor:
         # Each rank has the averaged gradients of its own parameters only.
@@ -150,15 +176,16 @@ class _OssFactory(NamedOptimizerFactory):
         return self._oss(groups, optim=part)
 
 
-def _import_fairscale() -> tuple[Any, Any]:
+def _import_fairscale() -> tuple[Any, Any, Any]:
     with warnings.catch_warnings():
         # It imports parts of torch that have moved since its last release.
         warnings.simplefilter("ignore")
         try:
             from fairscale.nn.data_parallel import ShardedDataParallel
+            from fairscale.optim.adascale import AdaScale
             from fairscale.optim.oss import OSS
         except ImportError:
             raise MissingDependencyError(
                 "fairscale", "fairscale", "backend 'fairscale'"
             ) from None
-    return OSS, ShardedDataParallel
+    return OSS, ShardedDataParallel, AdaScale

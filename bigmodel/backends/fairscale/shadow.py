@@ -57,7 +57,14 @@ def programs(plan: Plan, costs: Costs, micro_batches: int) -> tuple[Program, ...
         builder = ProgramBuilder((rank,))
         walk = Walk(plan, costs, builder, steps)
         holder: AbstractPart = (
-            Replica(replicated, costs, builder, walk, part)
+            Replica(
+                replicated,
+                costs,
+                builder,
+                walk,
+                part,
+                squares=plan.fairscale.adascale,
+            )
             if plan.zero_stage == 1
             else ReducedToOwner(plan, costs, builder, walk, parts, rank)
         )

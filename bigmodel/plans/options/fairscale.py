@@ -11,10 +11,15 @@ from bigmodel.plans.options.checks import not_negative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FairscaleOptions:
-    """Names and units are those of `ShardedDataParallel`."""
+    """Names and units are those of fairscale."""
 
     reduce_buffer_elements: int = 2**23
-    """`reduce_buffer_size`, in elements; 0 reduces every gradient by itself."""
+    """`reduce_buffer_size` of `ShardedDataParallel` (stage 2), in elements; 0 reduces
+    every gradient by itself."""
+    adascale: bool = False
+    """Wrap the optimizer in `AdaScale` (Johnson et al., arXiv 2007.05105): the learning
+    rate of one small batch, times a gain that is read off how far the gradients of
+    ranks and micro-batches agree. Stage 1."""
 
     def violations(self) -> Iterator[Violation]:
         """Yield what can never be right."""
