@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from bigmodel.errors import UsageError, Violation
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return which sequences share a row: first fit, longest first.
+    """Return which sequences share a row: best fit, longest first.
 
         rows = bigmodel.pack([len(tokens) for tokens in dataset], capacity=2048)
         loader = DataLoader(dataset, batch_sampler=rows, collate_fn=concatenate)
@@ -24,23 +25,33 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         UsageError: A sequence is longer than a row.
     """
     rows: list[list[int]] = []
-    free: list[int] = []
+    with_room: dict[int, list[int]] = {}
+    # Rows by the tokens that are free in them, and these numbers in order: so a million
+    # sequences take seconds.
+    sizes: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        size = lengths[index]
-        if size > capacity:
+        length = lengths[index]
+        if length > capacity:
             raise UsageError(
                 Violation(
                     field=f"length of sequence {index}",
-                    got=size,
+                    got=length,
                     rule=f"a row holds {capacity} tokens",
                     cure="cut the sequence, or raise the capacity",
                 )
             )
-        row = next((r for r, left in enumerate(free) if left >= size), None)
-        if row is None:
+        place = bisect_left(sizes, length)
+        if place < len(sizes):
+            free = sizes[place]
+            row = with_room[free].pop()
+            if not with_room[free]:
+                del with_room[free], sizes[place]
+        else:
+            free, row = capacity, len(rows)
             rows.append([])
-            free.append(capacity)
-            row = len(rows) - 1
         rows[row].append(index)
-        free[row] -= size
+        if free > length:
+            if free - length not in with_room:
+                insort(sizes, free - length)
+            with_room.setdefault(free - length, []).append(row)
     return rows
