@@ -102,7 +102,8 @@ def _of(name: str, model: str, plan: Plan) -> Iterator[Case]:
             freeze=False,
             tolerance=HALF,
             exact=False,
-            quick=precision == "bf16" and not plan.compile,
+            # The tests take it where it differs: not once more with more ranks.
+            quick=precision == "bf16" and not plan.compile and plan.world < 4,
         )
 
 

@@ -288,7 +288,7 @@ def test_horovodrun_is_told_the_fusion_buffer(tmp_path) -> None:
             replace(DDP, offload=Offload(optimizer="cpu")),
             "trainer",
             (),
-            ("no effect under backend 'ddp'",),
+            ("backend 'ddp' offloads activations only",),
         ),
         (FSDP2, "trainer", ("--device", "cpu"), ("leaves FSDP out on CPUs",)),
     ],
