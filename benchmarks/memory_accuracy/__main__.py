@@ -1,6 +1,6 @@
 """Predicted against measured peak of allocated bytes, on the CPU, at 2 processes.
 
-    python -m benchmarks.memory_accuracy [--quick] [--out benchmarks/results]
+    python -m benchmarks.memory_accuracy [--quick] [--only bf16 ddp] [--out FOLDER]
 
 Prints a row for every case, of the fullest rank of its worst predicted pipeline stage,
 and a summary by backend.
@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
@@ -69,14 +69,14 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def measure(*, quick: bool) -> list[dict]:
+def measure(*, quick: bool, only: Sequence[str] = ()) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run",
             f"--nproc-per-node={matrix.PROCESSES}", "--rdzv-backend=c10d",
             "--rdzv-endpoint=localhost:0", "--local-addr=localhost",
             "-m", "benchmarks.memory_accuracy.worker", folder,
-            "quick" if quick else "all",
+            "quick" if quick else "all", *only,
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, timeout=3000)
@@ -102,9 +102,9 @@ def _fullest(plan: Plan) -> Callable[[Iterable[int]], int]:
     return max if plan.zero_stage in (1, 2) else min
 
 
-def compare(ranks: list[dict], *, quick: bool) -> list[Row]:
+def compare(ranks: list[dict], *, quick: bool, only: Sequence[str] = ()) -> list[Row]:
     rows = []
-    for case in matrix.cases(quick=quick):
+    for case in matrix.cases(quick=quick, only=only):
         estimate = predict(case.plan, costs_of(case.model, case.plan.precision))
         stages = [
             [ranks[rank][case.name] for rank in entry.ranks] for entry in estimate.ranks
@@ -180,9 +180,12 @@ def save(rows: list[Row], folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a fifth of the cases")
+    parser.add_argument("--only", nargs="*", default=[], help="words of their names")
     parser.add_argument("--out", type=Path, help="write the table into this folder")
     args = parser.parse_args()
-    rows = compare(measure(quick=args.quick), quick=args.quick)
+    rows = compare(
+        measure(quick=args.quick, only=args.only), quick=args.quick, only=args.only
+    )
     show(rows)
     if args.out:
         save(rows, args.out)

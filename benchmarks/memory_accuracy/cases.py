@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,11 +91,21 @@ class Case:
     plan: Plan
 
 
-def cases(*, quick: bool) -> Iterator[Case]:
-    """Yield the matrix at 2 processes; `quick` takes a fifth of it.
+def cases(*, quick: bool, only: Sequence[str] = ()) -> Iterator[Case]:
+    """Yield the matrix at 2 processes.
 
     Compiled plans are left out: they are predicted as eager ones, an upper bound.
+
+    Args:
+        quick: Take a fifth of it.
+        only: Words of which a name must have one; none: all.
     """
+    for case in _matrix(quick=quick):
+        if not only or set(only) & set(case.name.split()):
+            yield case
+
+
+def _matrix(*, quick: bool) -> Iterator[Case]:
     if quick:
         for case in _cases("gpt", "full", 2, "fp32"):
             if case.name.split()[1] in PLAIN:
@@ -107,7 +117,8 @@ def cases(*, quick: bool) -> Iterator[Case]:
             for accumulation in (1, 4):
                 yield from _cases(model, recompute, accumulation, "fp32")
     for precision in ("bf16", "autocast"):
-        yield from _cases("gpt", "none", 2, precision)
+        for accumulation in (1, 2):
+            yield from _cases("gpt", "none", accumulation, precision)
 
 
 def _cases(

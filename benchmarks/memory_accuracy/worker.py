@@ -22,11 +22,11 @@ def make(case: matrix.Case) -> Engine:
 
 
 def main() -> None:
-    out, quick = Path(sys.argv[1]), sys.argv[2] == "quick"
+    out, size, *only = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group()
     measured = {}
-    for case in matrix.cases(quick=quick):
+    for case in matrix.cases(quick=size == "quick", only=only):
         _, batch, _ = matrix.MODELS[case.model]
         samples = case.plan.local_batch
         # PowerSGD makes what it keeps when it sets in.
@@ -39,7 +39,7 @@ def main() -> None:
         measured[case.name] = asdict(memory)
         if dist.get_rank() == 0:
             print(f"measured {case.name}", flush=True)
-    (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(measured))
+    (Path(out) / f"rank{dist.get_rank()}.json").write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()
 

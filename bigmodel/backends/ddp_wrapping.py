@@ -15,15 +15,24 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from bigmodel.backends.fp32_sums import Fp32Sums, Hook
 from bigmodel.errors import InvalidPlanError, Violation
 from bigmodel.plans import DdpOptions
 from bigmodel.units import MIB
+
+_HOOKS: dict[str, Hook] = {
+    "none": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "powersgd": powerSGD_hook,
+}
 
 
 def wrap(
     module: nn.Module,
     options: DdpOptions,
     process_group: dist.ProcessGroup | None = None,
+    sums: Fp32Sums | None = None,
 ) -> tuple[DistributedDataParallel, PowerSGDState | None]:
     """Return the module in DDP, and the state of its communication hook if it has one.
 
@@ -31,6 +40,7 @@ def wrap(
         module: On its device, with something to train.
         options: Those of the plan.
         process_group: The replicas; None: all ranks.
+        sums: Where gradients of half precision add up, if they do.
     """
     caps: dict[str, Any] = {"bucket_cap_mb": options.bucket_megabytes}
     if options.first_bucket_megabytes is not None:
@@ -53,11 +63,11 @@ def wrap(
             matrix_approximation_rank=options.powersgd_rank,
             start_powerSGD_iter=options.powersgd_start,
         )
-        wrapped.register_comm_hook(state, powerSGD_hook)
-    elif options.hook == "fp16":
-        wrapped.register_comm_hook(process_group, default_hooks.fp16_compress_hook)
-    elif options.hook == "bf16":
-        wrapped.register_comm_hook(process_group, default_hooks.bf16_compress_hook)
+    hook = _HOOKS[options.hook]
+    if sums is not None and sums.during_backward:
+        sums.average_by(wrapped, state or process_group, hook)
+    elif options.hook != "none":
+        wrapped.register_comm_hook(state or process_group, hook)
     return wrapped, state
 
 

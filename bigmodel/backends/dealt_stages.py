@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bigmodel.backends.gradient_sums import GradientSums
 from bigmodel.backends.walk import (
     GRADIENTS,
     MASTERS,
@@ -185,6 +186,9 @@ class _Device:
         self._plan = plan
         self._costs = costs
         self._width = weight_bytes(plan)
+        # fairscale's Pipe goes back through all micro-batches at once.
+        pipe = plan.stages is not None and plan.stages.schedule == "gpipe"
+        self._sums = GradientSums(plan, costs, builder, one_backward=pipe)
         self._sizes: list[int] = []
 
     def hold(self, steps: Sequence[Step]) -> None:
@@ -202,20 +206,15 @@ class _Device:
         """Write the backward of units; gradients add up."""
 
         def on_gradients(gradients: tuple[Gradient, ...], task: int) -> None:
-            size = sum(gradient.elements for gradient in gradients) * self._width
-            if self.has_gradients:
-                self.builder.allocate(GRADIENTS, -size, "accumulate gradient")
+            sizes = [gradient.elements for gradient in gradients]
+            self._sums.add(sizes, first=not self.has_gradients)
 
         walk.backward(name, on_gradients=on_gradients)
 
     def update(self) -> None:
         """Write the optimizer's step and the end of the gradients."""
         elements = sum(self._sizes)
-        if self._width == 2:
-            self.builder.allocate(GRADIENTS, elements * 4, "gradients to fp32")
-            self.builder.allocate(
-                GRADIENTS, -elements * self._width, "drop half gradients"
-            )
+        self._sums.finish(self._sizes)
         surge = step_surge(
             self._plan, self._costs, elements, max(self._sizes, default=0)
         )

@@ -19,12 +19,21 @@ class AbstractOneProcessEngine(AbstractWholeModelEngine):
     Args:
         job: The job.
         model: The user's model, on its devices.
+        several_backwards: Whether every micro-batch has a backward of its own.
     """
 
-    def __init__(self, job: Job, model: nn.Module) -> None:
+    def __init__(
+        self, job: Job, model: nn.Module, *, several_backwards: bool = True
+    ) -> None:
         super().__init__(job)
         self._model = model
-        self._updater = Updater(model, job.optimizer, job.plan, job.clip_norm)
+        self._updater = Updater(
+            model,
+            job.optimizer,
+            job.plan,
+            job.clip_norm,
+            several_backwards=several_backwards,
+        )
 
     @property
     def module(self) -> nn.Module:

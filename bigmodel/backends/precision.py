@@ -18,6 +18,7 @@ from torch import nn
 
 from bigmodel.backends.batch import cast_floats
 from bigmodel.backends.engine import OptimizerFactory
+from bigmodel.backends.fp32_sums import Fp32Sums
 from bigmodel.backends.optimizers import build_optimizer
 from bigmodel.plans import Plan
 
@@ -54,10 +55,16 @@ class MasterWeights:
     Args:
         factory: Builds the optimizer over the copies.
         params: The trained parameters of the model, by name.
+        sums: Whether gradients add up in the masters during backward, because several
+            backwards make one step.
     """
 
     def __init__(
-        self, factory: OptimizerFactory, params: Mapping[str, nn.Parameter]
+        self,
+        factory: OptimizerFactory,
+        params: Mapping[str, nn.Parameter],
+        *,
+        sums: bool,
     ) -> None:
         self._params = dict(params)
         self._masters = {
@@ -69,18 +76,17 @@ class MasterWeights:
         torch's checkpoint functions."""
         self.optimizer = build_optimizer(factory, self._masters)
         """The optimizer over the masters."""
+        pairs = {params[name]: master for name, master in self._masters.items()}
+        self.sums = Fp32Sums(pairs, during_backward=sums)
+        """Brings the gradients to the masters."""
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the masters by name; their gradients are the ones to clip."""
         return dict(self._masters)
 
     def gather_gradients(self) -> None:
-        """Move the gradients of the parameters to the masters, as fp32."""
-        for name, parameter in self._params.items():
-            gradient, parameter.grad = parameter.grad, None
-            self._masters[name].grad = (
-                None if gradient is None else gradient.to(torch.float32)
-            )
+        """Move what gradients the parameters have to the masters, as fp32."""
+        self.sums.finish()
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the masters."""

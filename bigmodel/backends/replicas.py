@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import final
 
 from bigmodel.backends.compression import compression
+from bigmodel.backends.gradient_sums import GradientSums
 from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.walk import (
     BUCKETS,
@@ -77,7 +78,9 @@ class Replica(AbstractPart):
         self._own = sum(p.elements for p in self._stepped)
         self._group = group(costs.cluster, plan.mesh.replicate, plan.mesh.shard)
         self._bucketed = plan.mesh.replicate > 1
-        self._hook = compression(plan.ddp, self._trained, self._width)
+        self._sums = GradientSums(plan, costs, builder)
+        reduced = 4 if self._sums.in_fp32 else self._width
+        self._hook = compression(plan.ddp, self._trained, reduced)
         self._has_gradients = False
         self._bucket = 0
         self._missing = 0
@@ -108,28 +111,25 @@ class Replica(AbstractPart):
                 largest = max(g.elements for g in gradients) * self._width
                 surge = ((GRADIENTS, largest),)
                 self._builder.add(Task(label="square gradient", surge=surge))
-            # Added to the gradient that is there, what autograd made goes; copied into
-            # its bucket, the gradient goes. Autograd holds what it made until the
-            # reducer, and with it the hook, is done with the bucket.
-            gone = ["accumulate gradient"] * self._has_gradients
-            gone += ["copy into bucket"] * (
-                synchronise and self._plan.ddp.gradient_views
-            )
-            for label in gone[1:]:
-                self._builder.allocate(GRADIENTS, -size, label)
+            if synchronise and self._plan.ddp.gradient_views:
+                # The gradient there is becomes a view.
+                self._builder.allocate(GRADIENTS, -size, "copy into bucket")
             if synchronise:
                 self._fill(size, task)
-            for label in gone[:1]:
-                self._builder.allocate(GRADIENTS, -size, label)
+            if not (synchronise and self._sums.in_fp32):
+                # Autograd holds what it made until the reducer, and with it the hook,
+                # is done with the bucket.
+                sizes = [g.elements for g in gradients]
+                self._sums.add(sizes, first=not self._has_gradients)
 
         self.walk.backward(f"micro-batch {index}", on_gradients=on_gradients)
-        self._has_gradients = True
         if synchronise:
             self._send(self._builder.last)
             self._sent_before = False
             self._builder.add(
                 Task(label="wait for gradients", after=tuple(self._reductions))
             )
+        self._has_gradients = True
 
     def backward_of_weights(self, index: int, *, last: bool) -> None:
         """Write the part of a backward that makes the gradients of weights.
@@ -138,11 +138,15 @@ class Replica(AbstractPart):
         """
 
         def on_gradients(gradients: tuple[Gradient, ...], task: int) -> None:
-            if self._has_gradients:
-                size = sum(g.elements for g in gradients) * self._width
-                self._builder.allocate(GRADIENTS, -size, "accumulate gradient")
+            made.extend(g.elements for g in gradients)
+            if not self._sums.in_fp32:
+                sizes = [g.elements for g in gradients]
+                self._sums.add(sizes, first=not self._has_gradients)
 
+        made: list[int] = []
         self.walk.backward_of_weights(f"micro-batch {index}", on_gradients)
+        if self._sums.in_fp32:
+            self._sums.add(made, first=not self._has_gradients)
         self._has_gradients = True
 
     def update(self) -> None:
@@ -153,8 +157,9 @@ class Replica(AbstractPart):
     def step(self) -> None:
         """Write the optimizer's step."""
         builder, plan = self._builder, self._plan
-        if self._width == 2:
-            builder.allocate(GRADIENTS, self._elements * 4, "gradients to fp32")
+        sizes = [p.elements for p in self._trained]
+        self._sums.finish(sizes, in_bucket=not self._own_gradients)
+        if self._sums.in_fp32 and self._bucketed:
             builder.allocate(GRADIENTS, -self._own_gradients, "drop half gradients")
         largest = max((p.elements for p in self._stepped), default=0)
         builder.add(
@@ -201,14 +206,27 @@ class Replica(AbstractPart):
     def _send(self, task: int) -> None:
         if not self._bucket:
             return
+        size = self._bucket
+        if self._sums.in_fp32:
+            # A bucket in fp32, into which the sums move one after another.
+            size = self._bucket // self._width * 4
+            change = () if self._has_gradients else ((GRADIENTS, size),)
+            task = self._builder.add(
+                Task(
+                    label="sum into bucket",
+                    after=(task,),
+                    change=change,
+                    surge=((GRADIENTS, size),),
+                )
+            )
         self._reductions.append(
             self._builder.add(
                 Task(
                     label="all-reduce bucket",
                     stream=communication(self._costs),
-                    seconds=self._group.reduce(self._bucket * self._hook.sent),
+                    seconds=self._group.reduce(size * self._hook.sent),
                     after=(task,),
-                    surge=((HOOK, int(self._bucket * self._hook.surge)),),
+                    surge=((HOOK, int(size * self._hook.surge)),),
                 )
             )
         )

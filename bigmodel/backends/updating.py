@@ -37,6 +37,7 @@ class Updater:
         drop_gradients: Ends the gradients of the model; None: sets them to None.
         own_masters: Whether the masters are kept here; False where the library that
             shards the model keeps its weights in fp32.
+        several_backwards: Whether every micro-batch has a backward of its own.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Updater:
         clip: Clip | None = None,
         drop_gradients: Callable[[], None] | None = None,
         own_masters: bool = True,
+        several_backwards: bool = True,
     ) -> None:
         form = plan.number_format
         self._model = model
@@ -66,7 +68,8 @@ class Updater:
         """None where nothing is trained, as on a pipeline stage of frozen layers."""
         if form.masters and own_masters:
             if self.weights:
-                self.masters = MasterWeights(factory, self.weights)
+                sums = several_backwards and plan.accumulation > 1
+                self.masters = MasterWeights(factory, self.weights, sums=sums)
                 self.params = self.masters.named()
                 self.optimizer = self.masters.optimizer
             cast_weights(model, getattr(torch, form.weights))

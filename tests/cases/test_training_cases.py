@@ -17,8 +17,9 @@ from bigmodel.plans import Mesh, Plan, Stages
 from bigmodel.running.random_state import seed_of_rank
 from bigmodel.running.session import prepare
 from tests.cases.launches import assert_check, checks_of, folder_of_launch
+from tests.cases.subjects import SGD, Scale, mean_output
 
-CHECKS = "loss_checks+data_checks+engine_checks+fairscale_checks"
+CHECKS = "loss_checks+data_checks+engine_checks+fairscale_checks+sum_checks"
 
 
 @pytest.mark.parametrize("name", checks_of(CHECKS))
@@ -190,3 +191,19 @@ def test_cfg_05_other_errors_pass():
         model.error = torch.OutOfMemoryError("no bytes left")
         with pytest.raises(OutOfMemoryError, match=r"smaller micro-batch.*no bytes"):
             engine.step(torch.ones(8, 16))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "naive", "dataparallel"])
+def test_mp_03_one_process_adds_up_micro_batches_in_fp32(backend):
+    """512 ones; bfloat16 ends at 256."""
+    plan = Plan(backend=backend, precision="bf16", micro_batch=2, accumulation=512)
+    if backend != "ddp":
+        plan = replace(plan, devices_per_process=2)
+    if backend == "naive":
+        stages = Stages(schedule="naive", cuts=(1,))
+        plan = replace(plan, units=("0", "1"), stages=stages)
+    model = nn.Sequential(Scale(), Scale())
+    x = torch.full((1024, 1), 512.0)
+    with prepare(plan, model, SGD, mean_output) as engine:
+        engine.step((x, torch.zeros(1024)))
+        assert float(engine.state_dict()["0.w"]) == 1 - 512

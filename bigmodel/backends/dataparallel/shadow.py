@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bigmodel.backends.gradient_sums import GradientSums
 from bigmodel.backends.walk import (
     BATCH,
     BUFFERS,
@@ -95,6 +96,7 @@ class _Device:
         self._plan = plan
         self._costs = costs
         self._width = weight_bytes(plan)
+        self._sums = GradientSums(plan, costs, builder)
         count = plan.devices_per_process
         part = replace(plan, micro_batch=plan.micro_batch // count)
         self._steps = steps_of(plan, costs.model.sequence)
@@ -180,8 +182,8 @@ class _Device:
                 sends=f"sums {index}",
             )
         )
-        gone = self._trained * (2 if self._has_gradients else 1)
-        self.builder.allocate(GRADIENTS, -gone, "drop gradients of one copy")
+        self.builder.allocate(GRADIENTS, -self._trained, "drop gradients of one copy")
+        self._sums.add(self._sizes, first=not self._has_gradients)
         self._has_gradients = True
 
     def drop_copies(self) -> None:
@@ -216,9 +218,7 @@ class _Device:
     def update(self) -> None:
         """Write the optimizer's step and the end of the gradients."""
         elements = sum(self._sizes)
-        if self._width == 2:
-            self.builder.allocate(GRADIENTS, elements * 4, "gradients to fp32")
-            self.builder.allocate(GRADIENTS, -self._trained, "drop half gradients")
+        self._sums.finish(self._sizes)
         surge = step_surge(
             self._plan, self._costs, elements, max(self._sizes, default=0)
         )

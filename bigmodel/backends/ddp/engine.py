@@ -35,8 +35,8 @@ def build(job: Job) -> AbstractEngine:
 class DdpEngine(AbstractWholeModelEngine):
     """All weights and optimizer states on every rank; gradients are averaged.
 
-    Gradients of the micro-batches add up locally (in half precision when the plan's
-    weights are) and are averaged over the ranks during the backward of the last one.
+    Gradients of the micro-batches add up locally, in fp32 whatever the weights are, and
+    are averaged over the ranks during the backward of the last one.
     """
 
     def __init__(self, job: Job) -> None:
@@ -55,7 +55,10 @@ class DdpEngine(AbstractWholeModelEngine):
         self._wrapped: DistributedDataParallel | None = None
         self._hook: PowerSGDState | None = None
         if plan.world > 1:
-            self._wrapped, self._hook = wrap(model, plan.ddp)
+            masters = self._updater.masters
+            self._wrapped, self._hook = wrap(
+                model, plan.ddp, sums=masters and masters.sums
+            )
         self._synchronises = True
         self._stepped = False
 

@@ -42,7 +42,7 @@ class FairscalePipeEngine(AbstractOneProcessEngine):
         cuts = plan.stages.cuts if plan.stages else ()
         counts = [high - low for low, high in pairwise((0, *cuts, len(model)))]
         self._pipe = _make_pipe(model, counts, devices, plan.accumulation)
-        super().__init__(job, model)
+        super().__init__(job, model, several_backwards=False)
 
     def call(self, *positional: Any, **named: Any) -> Any:
         """Call the pipeline; its output is given back on the first device."""

@@ -7,13 +7,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from bigmodel.backends.ddp_wrapping import wrap
+from bigmodel.backends.fp32_sums import Fp32Sums
 from bigmodel.backends.pipeline.stage import Stage
 from bigmodel.backends.sharding import shard
 from bigmodel.plans import Plan
 
 
 def spread(
-    stage: Stage, blocks: dict[str, nn.Module], plan: Plan, mesh: DeviceMesh
+    stage: Stage,
+    blocks: dict[str, nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh,
+    sums: Fp32Sums | None,
 ) -> nn.Module:
     """Return what the schedule must run: the stage, sharded or wrapped in DDP.
 
@@ -25,6 +30,7 @@ def spread(
         blocks: Its blocks, the units of sharding.
         plan: The plan.
         mesh: The device mesh with axes `pipeline`, `replicate` and `shard`.
+        sums: Where gradients of half precision add up, if they do.
     """
     if plan.mesh.shard > 1:
         axes = ("replicate", "shard") if plan.mesh.replicate > 1 else ("shard",)
@@ -32,7 +38,7 @@ def spread(
         return stage
     trained = any(parameter.requires_grad for parameter in stage.parameters())
     if plan.mesh.replicate > 1 and trained:
-        wrapped, _ = wrap(stage, plan.ddp, mesh.get_group("replicate"))
+        wrapped, _ = wrap(stage, plan.ddp, mesh.get_group("replicate"), sums)
         return wrapped
     return stage
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.utils import _pytree as pytree
 
 from bigmodel.backends.batch import num_samples, split
 from bigmodel.backends.engine import AbstractEngine, Batch, Job, LossShare, Update
+from bigmodel.backends.fp32_sums import Fp32Sums
 from bigmodel.backends.pipeline.batch_statistics import warn_of_batch_norm
 from bigmodel.backends.pipeline.clipping import clip_gradients
 from bigmodel.backends.pipeline.cutting import check_model, cut_model
@@ -26,6 +26,7 @@ from bigmodel.backends.pipeline.shared_weights import (
 )
 from bigmodel.backends.pipeline.stage import Stage
 from bigmodel.backends.pipeline.stage_models import as_one, job_for_each
+from bigmodel.backends.pipeline.summing_stage import SummingStage
 from bigmodel.backends.pipeline.torch_schedules import torch_schedule
 from bigmodel.backends.recompute import apply_recompute
 from bigmodel.backends.stage_gathering import gather_weights
@@ -107,7 +108,7 @@ class PipelineEngine(AbstractEngine):
         _check_ties(models, tied, plan)
         self._wrapped: dict[int, nn.Module] = {}
         if sharded:
-            self._wrapped = self._spread(blocks, mesh)
+            self._wrapped = self._spread(blocks, mesh, None)
         self._model = as_one(models)
         self._updater = Updater(
             self._model,
@@ -119,7 +120,7 @@ class PipelineEngine(AbstractEngine):
         )
         if not sharded:
             # After the weights have their type, which DDP's buckets take over.
-            self._wrapped = self._spread(blocks, mesh)
+            self._wrapped = self._spread(blocks, mesh, self._sums)
         self._schedule: Any = None
         self._shapes: Any = None
         self._verified = False
@@ -143,7 +144,9 @@ class PipelineEngine(AbstractEngine):
             losses=losses,
             return_outputs=False,
         )
-        sum_gradients(self._model, self._shared)
+        if self._updater.masters is not None:
+            self._updater.masters.gather_gradients()
+        sum_gradients(self._updater.params, self._shared)
         total = torch.zeros((), device=self._line.device)
         for loss in losses:
             total += loss.detach() / scale.factor
@@ -228,11 +231,19 @@ class PipelineEngine(AbstractEngine):
         self._schedule = self._new_schedule(micro_batches)
         return self._schedule
 
+    @property
+    def _sums(self) -> Fp32Sums | None:
+        masters = self._updater.masters
+        return masters and masters.sums
+
     def _spread(
-        self, blocks: dict[int, dict[str, nn.Module]], mesh: DeviceMesh
+        self,
+        blocks: dict[int, dict[str, nn.Module]],
+        mesh: DeviceMesh,
+        sums: Fp32Sums | None,
     ) -> dict[int, nn.Module]:
         return {
-            index: spread(stage, blocks[index], self._plan, mesh)
+            index: spread(stage, blocks[index], self._plan, mesh, sums)
             for index, stage in self._stages.items()
         }
 
@@ -256,7 +267,7 @@ class PipelineEngine(AbstractEngine):
         line = self._line
         _, ends = self._relay(micro_batches[:1])
         stages = [
-            PipelineStage(
+            SummingStage(
                 wrapped,
                 index,
                 len(line.owners),
@@ -264,6 +275,7 @@ class PipelineEngine(AbstractEngine):
                 input_args=ends[index].entry.example(),
                 output_args=ends[index].leaving.example(),
                 group=line.group,
+                sums=self._sums,
             )
             for index, wrapped in self._wrapped.items()
         ]

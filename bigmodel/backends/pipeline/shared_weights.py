@@ -11,6 +11,7 @@ equal; the norm of the gradients counts them once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +73,17 @@ def find_shared(
 
 
 @torch.no_grad()
-def sum_gradients(model: nn.Module, shared: list[SharedWeight]) -> None:
-    """Add up the gradients of shared weights over the stages that hold them."""
+def sum_gradients(
+    params: Mapping[str, nn.Parameter], shared: list[SharedWeight]
+) -> None:
+    """Add up the gradients of shared weights over the stages that hold them.
+
+    Args:
+        params: The parameters that take the step, by name.
+        shared: What `find_shared` returned.
+    """
     for weight in shared:
-        parameter = model.get_parameter(weight.name)
+        parameter = params[weight.name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(_local(parameter.grad), group=weight.group)
