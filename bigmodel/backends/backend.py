@@ -46,6 +46,8 @@ class AbstractBackend(ABC):
     """Whether the search considers it without being asked by name."""
     precisions: ClassVar[tuple[str, ...]] = PRECISIONS
     """Number formats that it trains in."""
+    shares_checkpoints: ClassVar[bool] = True
+    """Whether its checkpoints can be read under any plan, and any plan's by it."""
     fills_from_first_rank: ClassVar[bool] = False
     """Its engine takes a model on the `meta` device on all ranks but the first, and
     gives every rank rank 0's values itself; no other rank ever holds the whole model.

@@ -115,4 +115,4 @@ class AbstractEngine(ABC):
 
     @abstractmethod
     def load(self, folder: str) -> None:
-        """Read what `save` wrote under the same plan."""
+        """Read what the `save` of an engine that shares checkpoints wrote."""

@@ -1,9 +1,16 @@
-"""Weights and optimizer states of one plan in files, by torch's distributed checkpoint.
+"""Weights and optimizer states in files, by torch's distributed checkpoint.
 
-Plain tensors (DDP) are written once, shards (FSDP2) by the ranks that hold them, stages
-of a pipeline each under the names of the whole model. The flat form of the optimizer
-state is used: in the other form all stages would write their parameter groups under one
-name.
+Every backend but DeepSpeed's pipeline engine writes the same names, so that a
+checkpoint of one plan can be read under another:
+
+    model.NAME                     weights, in fp32 where there are masters, and buffers
+    optimizer.state.NAME.KEY       what the optimizer keeps of a parameter
+    optimizer.param_groups.NAME.K  settings of its group
+    loss_scale.*                   where losses are scaled
+
+Whole tensors are written once, shards by the ranks that hold them, and read in
+whichever shards the reader has. Tied weights are there under their first name in the
+whole model.
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -21,59 +28,148 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from bigmodel.backends.flat_range import RangeLoadPlanner, RangeSavePlanner
 from bigmodel.backends.updating import Updater
+from bigmodel.errors import UsageError
+
+State = dict[str, dict[str, Any]]
+"""The parts `model`, `optimizer` and `loss_scale`, by names within them."""
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_SETTINGS = "param_groups."
+_NAMED = 5
+"""Names that a message lists."""
 
 
-def save_state(folder: str, model: nn.Module, updater: Updater) -> None:
-    """Write this rank's part of the model's tensors, masters and optimizer states.
+def write_files(folder: str, state: State) -> None:
+    """Write this rank's part of a state.
+
+    Args:
+        folder: Exists; what it held is replaced.
+        state: Tensors, DTensors, flat ranges, and plain values.
+    """
+    writer = FileSystemWriter(folder, overwrite=True)
+    save({**state}, storage_writer=writer, planner=RangeSavePlanner())
+
+
+def read_files(folder: str, state: State) -> None:
+    """Read into the tensors of a state in place; plain values are replaced.
+
+    Settings of groups, and a loss scale, that the files lack stay as they are.
+
+    Raises:
+        UsageError: The files lack a tensor, or have it in another shape.
+    """
+    known = FileSystemReader(folder).read_metadata().state_dict_metadata
+    wrong = []
+    for part, values in state.items():
+        for name in list(values):
+            found = known.get(f"{part}.{name}")
+            if found is None and (part == "loss_scale" or name.startswith(_SETTINGS)):
+                del values[name]
+            elif found is None:
+                wrong.append(f"{part}.{name} is not in it")
+            elif (there := getattr(found, "size", None)) is not None:
+                here = values[name].size() if hasattr(values[name], "size") else there
+                if here != there:
+                    wrong.append(
+                        f"{part}.{name} is {_shape(there)}, not {_shape(here)}"
+                    )
+    if wrong:
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise UsageError(
+            f"the checkpoint in {folder!r} is not one of this model and optimizer: "
+            f"{'; '.join(wrong[:_NAMED])}{more}"
+        )
+    read: dict[str, Any] = {**state}
+    load(read, checkpoint_id=folder, planner=RangeLoadPlanner())
+    for part in state:
+        # Where nothing is asked for, torch drops the part.
+        state[part] = read.get(part, {})
+
+
+def save_state(
+    folder: str,
+    model: nn.Module,
+    updater: Updater,
+    first_names: Mapping[str, str] | None = None,
+) -> None:
+    """Write this rank's part of the model's tensors and optimizer states.
 
     Args:
         folder: Exists; what it held is replaced.
         model: The model, or the stage.
         updater: Holds the optimizer, masters and loss scale.
+        first_names: From a tied weight's names to its first one in the whole model,
+            where this rank may have it under another.
     """
-    writer = FileSystemWriter(folder, overwrite=True)
-    save(_state(model, updater), storage_writer=writer)
+    write_files(folder, _renamed(_state(model, updater), first_names or {}))
 
 
-def load_state(folder: str, model: nn.Module, updater: Updater) -> None:
-    """Read what `save_state` wrote for an equal model under the same plan."""
+def load_state(
+    folder: str,
+    model: nn.Module,
+    updater: Updater,
+    first_names: Mapping[str, str] | None = None,
+) -> None:
+    """Read what `save_state` wrote for an equal model, under any plan.
+
+    Raises:
+        UsageError: It was another model or optimizer.
+    """
     # Reading fills tensors in place, so a state of the right shape comes first; torch
     # makes the optimizer's by a step with learning rate 0.
     state = _state(model, updater)
-    load(state, checkpoint_id=folder)
-    _fill(model, state["model"])
-    owner = model
-    if updater.masters is not None:
-        owner = updater.masters.module
-        _fill(owner, state["masters"])
-    if updater.local_optimizer is not None:
-        set_optimizer_state_dict(
-            owner, updater.local_optimizer, state["optimizer"], options=_FLAT
-        )
-    updater.scale.restore(state["loss_scale"])
-
-
-def _state(model: nn.Module, updater: Updater) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "model": _unique(model),
-        "loss_scale": updater.scale.state(),
+    read = _renamed(state, first_names or {})
+    read_files(folder, read)
+    values = {
+        name: read["model"][_first(name, first_names or {})] for name in state["model"]
     }
-    owner = model
-    if updater.masters is not None:
-        owner = updater.masters.module
-        state["masters"] = _unique(owner)
+    masters = updater.masters
+    names = set() if masters is None else set(masters.named())
+    model.load_state_dict(
+        {name: value for name, value in values.items() if name not in names},
+        strict=False,
+    )
+    if masters is not None:
+        masters.module.load_state_dict({name: values[name] for name in names})
+        masters.scatter_weights()
     if updater.local_optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(
+        own = {
+            name: read["optimizer"].get(_first_of_key(name, first_names or {}), value)
+            for name, value in state["optimizer"].items()
+        }
+        set_optimizer_state_dict(
+            model if masters is None else masters.module,
+            updater.local_optimizer,
+            own,
+            options=_FLAT,
+        )
+    if read["loss_scale"]:
+        updater.scale.restore(read["loss_scale"])
+
+
+def _state(model: nn.Module, updater: Updater) -> State:
+    masters = updater.masters
+    owner = model
+    weights = unique_tensors(model)
+    optimizer: dict[str, Any] = {}
+    if masters is not None:
+        owner = masters.module
+        weights |= {name: value.detach() for name, value in masters.named().items()}
+    if updater.local_optimizer is not None:
+        optimizer = get_optimizer_state_dict(
             owner, updater.local_optimizer, options=_FLAT
         )
-    return state
+    return {
+        "model": weights,
+        "optimizer": optimizer,
+        "loss_scale": dict(updater.scale.state()) if updater.scale.enabled else {},
+    }
 
 
-def _unique(model: nn.Module) -> dict[str, Tensor]:
-    # Tied weights once, under their first name; persistent buffers under theirs.
+def unique_tensors(model: nn.Module) -> dict[str, Any]:
+    """Return tied weights once, under their first name, and persistent buffers."""
     kept = {name for name, _ in model.named_parameters()}
     kept |= {name for name, _ in model.named_buffers()}
     return {
@@ -83,5 +179,26 @@ def _unique(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _fill(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    model.load_state_dict(dict(values), strict=False)
+def _renamed(state: State, first_names: Mapping[str, str]) -> State:
+    return {
+        "model": {_first(k, first_names): v for k, v in state["model"].items()},
+        "optimizer": {
+            _first_of_key(k, first_names): v for k, v in state["optimizer"].items()
+        },
+        "loss_scale": dict(state["loss_scale"]),
+    }
+
+
+def _first(name: str, first_names: Mapping[str, str]) -> str:
+    return first_names.get(name, name)
+
+
+def _first_of_key(key: str, first_names: Mapping[str, str]) -> str:
+    """Rename the parameter in `state.NAME.KEY` or `param_groups.NAME.KEY`."""
+    part, _, rest = key.partition(".")
+    name, _, leaf = rest.rpartition(".")
+    return f"{part}.{_first(name, first_names)}.{leaf}"
+
+
+def _shape(size: Any) -> str:
+    return " x ".join(map(str, size)) or "a single number"

@@ -150,6 +150,8 @@ class DataFeeds:
         if isinstance(start, int):
             skip = start * self._plan.accumulation
         elif self._stream is not None and start is None:
+            if "moved" in self._stream:
+                raise UsageError(self._stream["moved"])
             own = self._stream["own"]
             if own is None:
                 skip = self._stream["taken"]
@@ -171,7 +173,7 @@ def _position_in(folder: str | Path) -> DataPosition:
     if data is None:
         raise UsageError(
             f"the checkpoint {str(folder)!r} holds no place in a dataset: its run read "
-            "a stream, whose places are each rank's own; load it under the same plan"
+            "a stream, whose places are each rank's own; use engine.load"
         )
     return DataPosition.from_json(data)
 

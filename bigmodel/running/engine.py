@@ -21,6 +21,7 @@ from bigmodel.backends.engine import (
 )
 from bigmodel.plans import Plan
 from bigmodel.running.checkpoint_folder import CheckpointFolder
+from bigmodel.running.checkpointing import read_checkpoint, write_checkpoint
 from bigmodel.running.data_feeds import DataFeeds, Start
 from bigmodel.running.first_rank_work import run_first
 from bigmodel.running.inference import inferring
@@ -28,7 +29,11 @@ from bigmodel.running.lookout import Lookout
 from bigmodel.running.loss_shares import LossShares
 from bigmodel.running.memory_errors import memory_errors
 from bigmodel.running.own_loop import OwnLoop
-from bigmodel.running.random_state import random_state, restore_random_state
+from bigmodel.running.random_state import (
+    random_state,
+    restore_random_state,
+    seed_anew,
+)
 from bigmodel.running.recompute_probe import probed
 from bigmodel.running.rendezvous import Membership
 from bigmodel.running.samples import DataPosition, Last
@@ -305,46 +310,44 @@ class Engine:
             return self._engine.model_state()
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint folder, to be loaded under the same plan.
+        """Write a checkpoint folder, which a run under any plan can load.
 
         The plan file in it is written last: a folder without one is no checkpoint.
         """
-        folder = CheckpointFolder(path)
         with self._lookout.watch("save", meet=True):
-            if self.is_first:
-                folder.begin()
-            dist.barrier()
-            self._engine.save(folder.state)
             own = {
                 "random": random_state(self.device),
                 "scheduler": self._scheduler and self._scheduler.state_dict(),
                 "stream": self._feeds.state(),
             }
-            folder.write_rank(self.rank, own)
-            dist.barrier()
-            if self.is_first:
-                position = self._feeds.position
-                data = position and position.to_json()
-                folder.finish(self.plan, {"steps": self.steps, "data": data})
-            dist.barrier()
+            position = self._feeds.position
+            progress = {"steps": self.steps, "data": position and position.to_json()}
+            write_checkpoint(
+                CheckpointFolder(path), self.plan, self._engine, own, progress
+            )
 
     def load(self, path: str | Path) -> None:
-        """Read a checkpoint that `save` wrote under the same plan.
+        """Read a checkpoint that `save` wrote, of the same model and optimizer.
+
+        The plan may be another one, with other ranks, backend or precision. Ranks that
+        the checkpoint does not know begin with random numbers of their own. Beside
+        a plan of the same ranks and micro-batches, a stream is begun by `start=`.
 
         Raises:
-            UsageError: The folder is no checkpoint, or was written under another plan.
+            UsageError: The folder is no checkpoint, or is of another model or
+                optimizer; or one of the two plans has backend `deepspeed_pipeline`.
         """
         folder = CheckpointFolder(path)
-        folder.check(self.plan)
         with self._lookout.watch("load", meet=True):
-            self._engine.load(folder.state)
-            progress, own = folder.progress(), folder.rank(self.rank)
+            progress, own = read_checkpoint(folder, self.plan, self._engine, self.rank)
         self.steps = progress["steps"]
         self._feeds.restore(progress.get("data"), own.get("stream"))
         if self._scheduler is not None and own.get("scheduler"):
             self._scheduler.load_state_dict(own["scheduler"])
         if "random" in own:
             restore_random_state(own["random"], self.device)
+        else:
+            seed_anew(self.steps)
 
     def close(self) -> None:
         """Leave the job: destroy the process group if `prepare` made it.

@@ -34,3 +34,13 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def seed_anew(steps: int) -> None:
+    """Begin other random numbers than at the start, on a rank that has no state.
+
+    Args:
+        steps: Done so far; another number gives other ones.
+    """
+    # A prime far beyond the number of ranks, whose seeds are next to each other.
+    torch.manual_seed(torch.initial_seed() + 1_000_003 * steps)

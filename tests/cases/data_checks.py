@@ -213,8 +213,9 @@ def data_06_another_plan_goes_on_in_the_middle() -> None:
     with prepare(other, Scale(), SGD, mean_output) as engine:
         again = engine.batches(data, seed=5, start=folder)
         same([next(again).tolist() for _ in range(4)], [b.tolist() for b in rest])
-        text = error_of(UsageError, lambda: engine.load(folder))
-        holds(text, "written under another plan")
+        engine.load(folder)
+        again = engine.batches(data, seed=5)
+        same([next(again).tolist() for _ in range(4)], [b.tolist() for b in rest])
 
 
 def data_10_packed_rows_are_counted() -> None:

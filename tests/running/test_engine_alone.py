@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -77,16 +78,48 @@ def test_checkpoint_goes_on_as_before(tmp_path, backend, precision):
             torch.testing.assert_close(value, expected[name])
 
 
-def test_refuses_the_checkpoint_of_another_plan(tmp_path):
+def test_refuses_the_checkpoint_of_another_model_or_optimizer(tmp_path):
     with prepare(PLAN, make_model, adam, loss) as engine:
         engine.save(tmp_path)
-    other = Plan(backend="ddp", micro_batch=4)
+    with (
+        prepare(PLAN, nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1)), adam) as engine,
+        pytest.raises(UsageError) as caught,
+    ):
+        engine.load(tmp_path)
+    assert "model.0.weight is 8 x 4, not 6 x 4" in str(caught.value)
+    assert "model.1.weight is not in it" in str(caught.value)
+    with (
+        prepare(PLAN, make_model, partial(torch.optim.SGD, momentum=0.9)) as engine,
+        pytest.raises(UsageError, match=r"0\.weight\.momentum_buffer is not in it"),
+    ):
+        engine.load(tmp_path)
+    (tmp_path / "plan.json").unlink()
+    with (
+        prepare(PLAN, make_model, adam, loss) as engine,
+        pytest.raises(UsageError, match="no complete checkpoint"),
+    ):
+        engine.load(tmp_path)
+
+
+def test_a_place_in_a_stream_is_not_dealt_out_anew(tmp_path):
+    def stream():
+        while True:
+            yield points(2)
+
+    with prepare(PLAN, make_model, adam, loss) as engine:
+        engine.step(next(engine.batches(stream())))
+        engine.save(tmp_path)
+    other = Plan(backend="fsdp2", micro_batch=2, accumulation=1)
     with prepare(other, make_model, adam, loss) as engine:
-        with pytest.raises(UsageError, match=r"micro-batch 2 x 2 .*micro-batch 4 x 1"):
-            engine.load(tmp_path)
-        (tmp_path / "plan.json").unlink()
-        with pytest.raises(UsageError, match="no complete checkpoint"):
-            engine.load(tmp_path)
+        engine.load(tmp_path)
+        with pytest.raises(UsageError, match=r"2 micro-batches of 2 .* start="):
+            engine.batches(stream())
+        engine.step(next(engine.batches(stream(), start=1)))
+    alike = Plan(backend="fsdp2", micro_batch=2, accumulation=2, precision="bf16")
+    with prepare(alike, make_model, adam, loss) as engine:
+        engine.load(tmp_path)
+        engine.step(next(engine.batches(stream())))
+        assert engine.steps == 2
 
 
 def test_wrong_size():

@@ -20,7 +20,12 @@ def save_hook(folder: str, state: PowerSGDState) -> None:
 
 
 def load_hook(folder: str, state: PowerSGDState) -> None:
-    """Read what `save_hook` wrote on this rank."""
+    """Read what `save_hook` wrote on this rank.
+
+    A checkpoint of another plan has nothing for it: then the hook begins anew.
+    """
+    if not _path(folder).is_file():
+        return
     for name, value in torch.load(_path(folder), weights_only=True).items():
         setattr(state, name, value)
 

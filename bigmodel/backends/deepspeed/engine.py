@@ -11,17 +11,16 @@ from torch import Tensor, nn
 
 from bigmodel.backends.deepspeed.config import deepspeed_config
 from bigmodel.backends.deepspeed.gradients import MissingGradients, overflow_error
+from bigmodel.backends.deepspeed.whole_state import WholeState
 from bigmodel.backends.deepspeed_library import import_deepspeed
 from bigmodel.backends.engine import AbstractEngine, Job, Update
 from bigmodel.backends.optimizers import build_optimizer, trainable
 from bigmodel.backends.precision import autocast, cast_inputs
 from bigmodel.backends.recompute import apply_recompute
+from bigmodel.backends.state_files import read_files, write_files
 from bigmodel.backends.whole_model import AbstractWholeModelEngine
 from bigmodel.observe.blocks import get_blocks
 from bigmodel.plans import Plan
-
-_TAG = "state"
-"""Name of the folder that DeepSpeed makes within a checkpoint."""
 
 
 def build(job: Job) -> AbstractEngine:
@@ -62,6 +61,7 @@ class DeepSpeedEngine(AbstractWholeModelEngine):
             dist_init_required=False,
         )
         self._missing = MissingGradients(self._engine, model, plan)
+        self._whole = WholeState(self._engine, model, plan)
         for name, buffer in model.named_buffers():
             # Older releases cast buffers to bfloat16 too.
             if buffer.dtype != buffers[name]:
@@ -129,14 +129,14 @@ class DeepSpeedEngine(AbstractWholeModelEngine):
         return state if first else {}
 
     def save(self, folder: str) -> None:
-        """Write DeepSpeed's own checkpoint."""
-        self._engine.save_checkpoint(folder, tag=_TAG)
+        """Write the ranges of weights and states that this rank keeps."""
+        write_files(folder, self._whole.read())
 
     def load(self, folder: str) -> None:
-        """Read DeepSpeed's own checkpoint."""
-        path, _ = self._engine.load_checkpoint(folder, tag=_TAG)
-        if path is None:
-            raise FileNotFoundError(f"{folder!r} holds no DeepSpeed checkpoint")
+        """Read them, in whatever parts they were written."""
+        state = self._whole.read()
+        read_files(folder, state)
+        self._whole.written(state)
 
     @torch.no_grad()
     def _full(self, value: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ class DeepSpeedPipeline(AbstractBackend):
     name = "deepspeed_pipeline"
     # Backend 'pipeline' has the same schedule, better ones, and takes more models.
     offered = False
+    # DeepSpeed writes a file for every layer, under its number.
+    shares_checkpoints = False
     obeys = frozenset({"stages", "zero_stage", "deepspeed"})
     precisions = ("fp32", "bf16", "fp16", "autocast")
 

@@ -141,8 +141,9 @@ class FairscaleEngine(AbstractWholeModelEngine):
     def load(self, folder: str) -> None:
         """Read what `save` wrote."""
         load_state(folder, self._model, self._updater)
-        if self._gain is not None:
-            averages = json.loads((Path(folder) / _GAIN_FILE).read_text())
+        averages_of = Path(folder) / _GAIN_FILE
+        if self._gain is not None and averages_of.is_file():
+            averages = json.loads(averages_of.read_text())
             self._averages.update({k: np.array(kept) for k, kept in averages.items()})
 
     @property

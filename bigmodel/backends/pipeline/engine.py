@@ -83,6 +83,7 @@ class PipelineEngine(AbstractEngine):
             device=job.device,
         )
         tied = tied_names(job.model)
+        self._first_names = {name: names[0] for names in tied for name in names}
         factory = under_first_names(job.optimizer, tied)
         self._names = tuple(job.model.state_dict())
         sharded = plan.mesh.shard > 1
@@ -188,11 +189,11 @@ class PipelineEngine(AbstractEngine):
 
     def save(self, folder: str) -> None:
         """Write weights and optimizer states of all stages."""
-        save_state(folder, self._model, self._updater)
+        save_state(folder, self._model, self._updater, self._first_names)
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote."""
-        load_state(folder, self._model, self._updater)
+        load_state(folder, self._model, self._updater, self._first_names)
 
     def _clip(self, params: dict[str, nn.Parameter], limit: float) -> Tensor:
         counted_elsewhere = {

@@ -1,0 +1,229 @@
+"""What ZeRO has cut up, under the names and in the shapes of the whole model.
+
+Source: deepspeed 0.19, `runtime/zero/{stage_1_and_2,stage3}.py`. Each rank keeps a
+range of the flattened fp32 weights of a group, and of the optimizer's states:
+
+    stages 1, 2   the group's parameters one after another, cut evenly over the ranks
+    stage 3       every parameter by itself, cut evenly over the ranks, padded
+
+Padding depends on the number of ranks, so only ranges of real elements leave this file.
+DeepSpeed's internals are touched here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bigmodel.backends.flat_range import FlatRange
+from bigmodel.backends.optimizers import trainable
+from bigmodel.backends.state_files import State
+from bigmodel.errors import UsageError
+from bigmodel.plans import Plan
+
+_GROWTH = 2000
+"""Good steps after which DeepSpeed's scaler doubles, as it is configured here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Where this rank keeps elements of a parameter in fp32."""
+
+    flat: Tensor
+    """The flat parameter that the optimizer steps."""
+    at: int
+    """Where they begin in it."""
+    count: int
+    start: int
+    """Where they begin in the flattened parameter."""
+    group: Mapping[str, Any]
+    """Settings of the optimizer for it."""
+
+
+@final
+class WholeState:
+    """The state of a DeepSpeed engine for files that any plan can read.
+
+    Args:
+        engine: DeepSpeed's.
+        model: The user's, already sharded.
+        plan: The plan.
+    """
+
+    def __init__(self, engine: Any, model: nn.Module, plan: Plan) -> None:
+        self._zero = engine.optimizer
+        self._model = model
+        self._sharded = plan.zero_stage == 3
+        self._scaled = plan.number_format.scaled
+        self._trained = trainable(model)
+
+    def read(self) -> State:
+        """Return ranges of weights and states, over the memory that DeepSpeed uses.
+
+        Raises:
+            UsageError: The optimizer keeps something that is not of its weights' shape.
+        """
+        self._make_states()
+        optimizer: dict[str, Any] = {}
+        model = self._untrained()
+        for name, param in self._trained.items():
+            shape = _shape(param)
+            for found in self._ranges(param):
+                key = f"param_groups.{name}"
+                for setting, value in found.group.items():
+                    if setting != "params":
+                        optimizer[f"{key}.{setting}"] = value
+                kept = self._zero.optimizer.state[found.flat]
+                for state, value in kept.items():
+                    optimizer[f"state.{name}.{state}"] = _part(
+                        state, value, found, shape
+                    )
+                if found.count:
+                    model[name] = FlatRange(
+                        _narrow(found.flat, found), shape, found.start
+                    )
+        return {"model": model, "optimizer": optimizer, "loss_scale": self._scale()}
+
+    @torch.no_grad()
+    def written(self, state: State) -> None:
+        """Take over what was read into `state`; weights that compute follow masters."""
+        for name, param in self._trained.items():
+            for found in self._ranges(param):
+                settings: Any = found.group
+                for setting in list(settings):
+                    key = f"param_groups.{name}.{setting}"
+                    if setting != "params" and key in state["optimizer"]:
+                        settings[setting] = state["optimizer"][key]
+                kept = self._zero.optimizer.state[found.flat]
+                for key, value in kept.items():
+                    if not isinstance(value, Tensor):
+                        kept[key] = state["optimizer"][f"state.{name}.{key}"]
+        if state["loss_scale"]:
+            scaler = self._zero.loss_scaler
+            scaler.cur_scale = state["loss_scale"]["factor"]
+            scaler.cur_iter = int(state["loss_scale"]["good_steps"])
+            scaler.last_overflow_iter = -1
+        if not self._sharded:
+            self._zero.update_lp_params()
+            return
+        self._zero.checkpoint_event_prologue()
+        for index in range(len(self._zero.fp32_partitioned_groups_flat)):
+            self._zero._reassign_or_swap_out_partitioned_parameters(index)
+        # Gathers what stays whole on every rank.
+        self._zero.checkpoint_event_epilogue()
+
+    def _untrained(self) -> dict[str, Any]:
+        """Return frozen weights and buffers."""
+        found: dict[str, Any] = {}
+        for name, param in self._model.named_parameters():
+            if param.requires_grad:
+                continue
+            if not self._sharded:
+                found[name] = param.detach()
+                continue
+            shard: Any = param
+            kept = shard.ds_tensor.detach().view(-1)
+            start = dist.get_rank() * kept.numel()
+            count = min(kept.numel(), shard.ds_numel - start)
+            if count > 0:
+                found[name] = FlatRange(kept[:count], shard.ds_shape, start)
+        buffers = {name for name, _ in self._model.named_buffers()}
+        for name, value in self._model.state_dict().items():
+            if name in buffers:
+                found[name] = value
+        return found
+
+    def _ranges(self, param: nn.Parameter) -> Iterator[_Range]:
+        zero = self._zero
+        groups = zero.optimizer.param_groups
+        cut: Any = param
+        if self._sharded:
+            index, at, count = zero.grad_position[zero.get_param_id(param)]
+            start = dist.get_rank() * count
+            yield _Range(
+                flat=zero.fp32_partitioned_groups_flat[index],
+                at=at,
+                count=max(0, min(count, cut.ds_numel - start)),
+                start=start,
+                group=groups[zero.sub_group_to_group_id[index]],
+            )
+            return
+        mapping = cut._hp_mapping
+        if mapping is None:
+            # Other ranks keep all of it; what its group has in common is known here.
+            index = next(
+                index
+                for index, several in enumerate(zero.bit16_groups)
+                if any(other is param for other in several)
+            )
+            flat = zero.single_partition_of_fp32_groups[index]
+            yield _Range(flat=flat, at=0, count=0, start=0, group=groups[index])
+            return
+        index = mapping.param_group_index
+        yield _Range(
+            flat=zero.single_partition_of_fp32_groups[index],
+            at=mapping.hp_fragment_address.start,
+            count=mapping.hp_fragment_address.numel,
+            start=mapping.lp_fragment_address.start,
+            group=groups[index],
+        )
+
+    def _flats(self) -> list[Tensor]:
+        if self._sharded:
+            return list(self._zero.fp32_partitioned_groups_flat)
+        return list(self._zero.single_partition_of_fp32_groups)
+
+    def _make_states(self) -> None:
+        """Let a fresh optimizer make its states, by a step that moves nothing."""
+        optimizer = self._zero.optimizer
+        if optimizer.state:
+            return
+        if self._sharded:
+            self._zero._set_fp32_optimizer_param_groups()
+        gradients = [flat.grad for flat in self._flats()]
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        for flat in self._flats():
+            flat.grad = torch.zeros_like(flat)
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = group["lr"] * 0
+        optimizer.step()
+        for flat, gradient in zip(self._flats(), gradients, strict=True):
+            flat.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if "lr" in group:
+                group["lr"] = rate
+        if self._sharded:
+            self._zero._clear_fp32_optimizer_param_groups()
+
+    def _scale(self) -> dict[str, Any]:
+        if not self._scaled:
+            return {}
+        scaler = self._zero.loss_scaler
+        good = (scaler.cur_iter - scaler.last_overflow_iter - 1) % _GROWTH
+        return {"factor": float(scaler.cur_scale), "good_steps": float(good)}
+
+
+def _part(state: str, value: Any, found: _Range, shape: torch.Size) -> Any:
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    if value.shape != found.flat.shape:
+        raise UsageError(
+            f"the optimizer keeps {state!r} of {tuple(value.shape)} for a flat part of "
+            f"{tuple(found.flat.shape)} elements, which belongs to no weight; use "
+            "an optimizer that keeps states of the weights' shape, or backend 'fsdp2'"
+        )
+    return FlatRange(_narrow(value, found), shape, found.start)
+
+
+def _narrow(flat: Tensor, found: _Range) -> Tensor:
+    return flat.detach().view(-1).narrow(0, found.at, found.count)
+
+
+def _shape(param: Any) -> torch.Size:
+    return getattr(param, "ds_shape", param.shape)
