@@ -119,6 +119,8 @@ def _matrix(*, quick: bool) -> Iterator[Case]:
     for precision in ("bf16", "autocast"):
         for accumulation in (1, 2):
             yield from _cases("gpt", "none", accumulation, precision)
+    # What takes an nn.Sequential only, in half precision.
+    yield from _cases("mlp", "none", 2, "bf16")
 
 
 def _cases(

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from bigmodel.backends.flat_range import RangeLoadPlanner, RangeSavePlanner
+from bigmodel.backends.fresh_states import make_states
 from bigmodel.backends.updating import Updater
 from bigmodel.errors import UsageError
 
@@ -117,8 +118,7 @@ def load_state(
     Raises:
         UsageError: It was another model or optimizer.
     """
-    # Reading fills tensors in place, so a state of the right shape comes first; torch
-    # makes the optimizer's by a step with learning rate 0.
+    # Reading fills tensors in place, so a state of the right shape comes first.
     state = _state(model, updater)
     read = _renamed(state, first_names or {})
     read_files(folder, read)
@@ -157,10 +157,11 @@ def _state(model: nn.Module, updater: Updater) -> State:
     if masters is not None:
         owner = masters.module
         weights |= {name: value.detach() for name, value in masters.named().items()}
-    if updater.local_optimizer is not None:
-        optimizer = get_optimizer_state_dict(
-            owner, updater.local_optimizer, options=_FLAT
-        )
+    local = updater.local_optimizer
+    if local is not None:
+        groups = local.param_groups
+        make_states(local, [param for group in groups for param in group["params"]])
+        optimizer = get_optimizer_state_dict(owner, local, options=_FLAT)
     return {
         "model": weights,
         "optimizer": optimizer,

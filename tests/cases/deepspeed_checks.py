@@ -276,6 +276,21 @@ def zero_03_second_shards_change_nothing_and_are_not_stale_after_loading():
     assert losses[0] == losses[1] == losses[2]
 
 
+def zero_05_saving_before_the_first_step_changes_nothing():
+    batch = _same(_tokens())
+    for stage in STAGES:
+        found = []
+        for saves in (False, True):
+            with prepare(zero(stage, micro_batch=2), _gpt2(), _adam) as engine:
+                if saves:
+                    folder = [tempfile.mkdtemp()]
+                    dist.broadcast_object_list(folder, 0)
+                    engine.save(folder[0])
+                engine.step(batch)
+                found.append(float(engine.evaluate(batch)))
+        assert found[0] == found[1], (stage, found)
+
+
 def zero_08_weights_alone_are_loaded_in_one_process_without_an_optimizer():
     batch = _tokens()
     with prepare(zero(3, micro_batch=2), _gpt2(), _adam) as engine:

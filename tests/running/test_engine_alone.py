@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -76,6 +77,21 @@ def test_checkpoint_goes_on_as_before(tmp_path, backend, precision):
         engine.step(points())
         for name, value in engine.state_dict().items():
             torch.testing.assert_close(value, expected[name])
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_saving_before_the_first_step_changes_nothing(tmp_path, backend):
+    plan = replace(PLAN, backend=backend)
+    weights = []
+    for saves in (False, True):
+        torch.manual_seed(0)
+        with prepare(plan, make_model, adam, loss) as engine:
+            if saves:
+                engine.save(tmp_path)
+            engine.step(points())
+            weights.append(engine.state_dict())
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
 
 
 def test_refuses_the_checkpoint_of_another_model_or_optimizer(tmp_path):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigmodel.backends.flat_range import FlatRange
+from bigmodel.backends.fresh_states import make_states
 from bigmodel.backends.optimizers import trainable
 from bigmodel.backends.state_files import State
 from bigmodel.errors import UsageError
@@ -173,33 +174,15 @@ class WholeState:
             group=groups[index],
         )
 
-    def _flats(self) -> list[Tensor]:
-        if self._sharded:
-            return list(self._zero.fp32_partitioned_groups_flat)
-        return list(self._zero.single_partition_of_fp32_groups)
-
     def _make_states(self) -> None:
-        """Let a fresh optimizer make its states, by a step that moves nothing."""
-        optimizer = self._zero.optimizer
-        if optimizer.state:
-            return
         if self._sharded:
+            # DeepSpeed takes them out of the optimizer between steps.
             self._zero._set_fp32_optimizer_param_groups()
-        gradients = [flat.grad for flat in self._flats()]
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        for flat in self._flats():
-            flat.grad = torch.zeros_like(flat)
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] = group["lr"] * 0
-        optimizer.step()
-        for flat, gradient in zip(self._flats(), gradients, strict=True):
-            flat.grad = gradient
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if "lr" in group:
-                group["lr"] = rate
-        if self._sharded:
+            make_states(self._zero.optimizer, self._zero.fp32_partitioned_groups_flat)
             self._zero._clear_fp32_optimizer_param_groups()
+        else:
+            flats = self._zero.single_partition_of_fp32_groups
+            make_states(self._zero.optimizer, flats)
 
     def _scale(self) -> dict[str, Any]:
         if not self._scaled:
