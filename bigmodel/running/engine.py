@@ -23,6 +23,7 @@ from bigmodel.plans import Plan
 from bigmodel.running.checkpoint_folder import CheckpointFolder
 from bigmodel.running.checkpointing import read_checkpoint, write_checkpoint
 from bigmodel.running.data_feeds import DataFeeds, Start
+from bigmodel.running.environment import withdraw
 from bigmodel.running.first_rank_work import run_first
 from bigmodel.running.inference import inferring
 from bigmodel.running.lookout import Lookout
@@ -383,3 +384,4 @@ def leave_group(member: Membership) -> None:
     """Destroy the process group, if it was made for this engine."""
     if member.owns_group and dist.is_initialized():
         dist.destroy_process_group()
+    withdraw(member.published)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -268,19 +268,31 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
         ) from None
 
 
-def publish(process: Process) -> None:
+def publish(process: Process) -> tuple[str, ...]:
     """Set the variables that libraries expect, where the launcher did not.
 
     DeepSpeed reads LOCAL_RANK by itself; srun does not set it.
+
+    Returns:
+        The names of those that were set, for `withdraw`.
     """
-    for name, value in (
-        ("RANK", process.rank),
-        ("LOCAL_RANK", process.local_rank),
-        ("WORLD_SIZE", process.world_size),
-        ("MASTER_ADDR", process.master_address),
-        ("MASTER_PORT", process.master_port),
-    ):
-        os.environ.setdefault(name, str(value))
+    values = {
+        "RANK": process.rank,
+        "LOCAL_RANK": process.local_rank,
+        "WORLD_SIZE": process.world_size,
+        "MASTER_ADDR": process.master_address,
+        "MASTER_PORT": process.master_port,
+    }
+    missing = tuple(name for name in values if name not in os.environ)
+    for name in missing:
+        os.environ[name] = str(values[name])
+    return missing
+
+
+def withdraw(names: Iterable[str]) -> None:
+    """Unset what `publish` has set: other libraries would take it for a launcher's."""
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def set_variables(values: Mapping[str, str]) -> None:

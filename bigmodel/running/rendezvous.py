@@ -57,6 +57,8 @@ class Membership:
     """Key-value store of the job."""
     owns_group: bool
     """Whether the process group was made here, and is to be destroyed here."""
+    published: tuple[str, ...] = ()
+    """Environment variables that were set here, and are to be unset with it."""
 
 
 def join(
@@ -85,8 +87,9 @@ def join(
     process, file = (process, None) if ready else _meeting_place(process)
     store, serves = _open_store(process, file, ready, timeout)
     _call_roll(plan, rank, store, serves, timeout)
+    published: tuple[str, ...] = ()
     if not ready:
-        publish(process)
+        published = publish(process)
         choose_interface(process)
         dist.init_process_group(
             group_backend(device.type),
@@ -95,7 +98,13 @@ def join(
             world_size=started,
             timeout=timedelta(seconds=timeout),
         )
-    return Membership(rank=rank, world=started, store=store, owns_group=not ready)
+    return Membership(
+        rank=rank,
+        world=started,
+        store=store,
+        owns_group=not ready,
+        published=published,
+    )
 
 
 def group_backend(device_type: str) -> str:

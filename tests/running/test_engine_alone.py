@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ def points(count: int = 4):
 
 
 def test_trains_and_leaves_the_group():
+    before = dict(os.environ)
     with prepare(PLAN, make_model, adam, loss, clip_norm=1.0) as engine:
         data = list(zip(*points(40), strict=True))
         losses = [float(engine.step(b).loss) for b in engine.batches(data, epochs=6)]
@@ -48,6 +50,8 @@ def test_trains_and_leaves_the_group():
         assert sum(losses[-10:]) < sum(losses[:10])
         assert engine.steps == 60
     assert not dist.is_initialized()
+    # accelerate takes LOCAL_RANK for a launcher's, and would start a group.
+    assert dict(os.environ) == before
 
 
 def test_keeps_a_group_it_did_not_make():
