@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
-from benchmarks.overhead.subjects import WORLD
+from benchmarks.layouts import not_here
+from benchmarks.overhead.subjects import WORLD, plans
 
 SLOWEST, LARGEST = 1.02, 1.01
 """Bounds of the ratios."""
@@ -30,6 +31,7 @@ class Row:
     """One backend."""
 
     name: str
+    processes: int
     milliseconds: float
     """Median of the engine's step, slowest rank."""
     ratio: float
@@ -43,18 +45,18 @@ class Row:
         return self.ratio <= SLOWEST and self.memory_ratio <= LARGEST
 
 
-def measure(rounds: int, names: list[str]) -> list[dict]:
+def measure(world: int, rounds: int, names: list[str]) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={WORLD}", "-m", "benchmarks.overhead.worker",
+            f"--nproc-per-node={world}", "-m", "benchmarks.overhead.worker",
             folder, str(rounds), *names,
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, timeout=1500)
         return [
             json.loads((Path(folder) / f"rank{rank}.json").read_text())
-            for rank in range(WORLD)
+            for rank in range(world)
         ]
 
 
@@ -75,6 +77,7 @@ def compare(ranks: list[dict]) -> list[Row]:
         rows.append(
             Row(
                 name=name,
+                processes=len(ranks),
                 milliseconds=1000 * statistics.median(ours),
                 ratio=statistics.median(ours) / statistics.median(theirs),
                 quartiles=(first, third),
@@ -91,22 +94,39 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--out", type=Path, help="write the table into this folder")
     options = parser.parse_args()
-    rows = compare(measure(options.rounds, options.only))
+    chosen = {
+        name: plan for name, plan in plans() if not options.only or name in options.only
+    }
+    absent = {name: not_here(plan) for name, plan in chosen.items() if not_here(plan)}
+    rows: list[Row] = []
+    for world in (WORLD, 1):
+        names = [
+            name
+            for name, plan in chosen.items()
+            if plan.world == world and name not in absent
+        ]
+        if names:
+            rows += compare(measure(world, options.rounds, names))
     for row in rows:
         low, high = row.quartiles
         print(
-            f"{row.name:10} {row.milliseconds:8.1f} ms   time x {row.ratio:.3f} "
-            f"(quartiles {low:.3f} to {high:.3f})   memory x {row.memory_ratio:.4f}"
+            f"{row.name:12} {row.processes} {row.milliseconds:8.1f} ms   "
+            f"time x {row.ratio:.3f} (quartiles {low:.3f} to {high:.3f})   "
+            f"memory x {row.memory_ratio:.4f}"
             f"{'' if row.within else '   beyond the bounds'}"
         )
+    for name, reason in absent.items():
+        print(f"{name:12} {chosen[name].world} not run: {reason}")
     if options.out:
         document = {
             "what": "Engine.step over a hand-written loop: ratios of medians and peaks",
             "date": str(date.today()),
             "rounds": options.rounds,
             "rows": [asdict(row) for row in rows],
+            "not_run": absent,
         }
-        path = options.out / f"overhead_cpu_{WORLD}_processes.json"
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / "overhead_cpu.json"
         path.write_text(json.dumps(document, indent=1) + "\n")
     sys.exit(not all(row.within for row in rows))
 

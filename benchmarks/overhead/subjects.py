@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +24,21 @@ UNITS = tuple(str(index) for index in range(LAYERS + 2))
 make_optimizer = partial(torch.optim.AdamW, lr=1e-4)
 
 
-def make_model() -> nn.Sequential:
-    """Four encoder layers between an embedding and a head, 3.2 M parameters."""
-    torch.manual_seed(0)
-    layer = partial(
+def layers() -> list[partial[Any]]:
+    """Return what makes each layer: encoders between an embedding and a head."""
+    encoder = partial(
         nn.TransformerEncoderLayer,
         WIDTH, nhead=4, dim_feedforward=4 * WIDTH, dropout=0.0, batch_first=True,
     )  # fmt: skip
-    blocks = [layer() for _ in range(LAYERS)]
-    return nn.Sequential(nn.Linear(CLASSES, WIDTH), *blocks, nn.Linear(WIDTH, CLASSES))
+    embedding = partial(nn.Linear, CLASSES, WIDTH)
+    head = partial(nn.Linear, WIDTH, CLASSES)
+    return [embedding, *[encoder] * LAYERS, head]
+
+
+def make_model() -> nn.Sequential:
+    """3.2 M parameters, the same ones in every process."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(make() for make in layers()))
 
 
 def make_batch(samples: int) -> tuple[Tensor, Tensor]:
@@ -47,31 +54,47 @@ def loss_of(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def plans() -> Iterator[tuple[str, Plan]]:
-    """Yield a plan for every hand-written loop."""
-    common = {
-        "units": UNITS,
-        "micro_batch": MICRO_BATCH,
-        "accumulation": ACCUMULATION,
-    }
-    yield "ddp", Plan(backend="ddp", mesh=Mesh(replicate=WORLD), **common)
-    yield "fsdp2", Plan(backend="fsdp2", mesh=Mesh(shard=WORLD), **common)
+    """Yield a plan for every hand-written loop, first those of `WORLD` processes."""
+    yield from _of_several_processes()
+    yield from _of_one_process()
+
+
+def _of_several_processes() -> Iterator[tuple[str, Plan]]:
+    copies, shards = Mesh(replicate=WORLD), Mesh(shard=WORLD)
+    yield "ddp", _plan("ddp", mesh=copies)
+    yield "horovod", _plan("horovod", mesh=copies)
+    yield "fsdp2", _plan("fsdp2", mesh=shards)
+    for stage, name in ((1, "oss"), (2, "sharded-ddp")):
+        yield name, _plan("fairscale", mesh=shards, zero_stage=stage)
+    buckets = DeepSpeedOptions(bucket_elements=2_000_000)
     for stage in (1, 2, 3):
-        yield (
-            f"zero{stage}",
-            Plan(
-                backend="deepspeed",
-                zero_stage=stage,
-                mesh=Mesh(shard=WORLD),
-                deepspeed=DeepSpeedOptions(bucket_elements=2_000_000),
-                **common,
-            ),
-        )
-    yield (
-        "1f1b",
-        Plan(
-            backend="pipeline",
-            mesh=Mesh(pipeline=WORLD),
-            stages=Stages(schedule="1f1b", cuts=(len(UNITS) // 2,)),
-            **common,
-        ),
+        plan = _plan("deepspeed", mesh=shards, zero_stage=stage, deepspeed=buckets)
+        yield f"zero{stage}", plan
+    stages = {"mesh": Mesh(pipeline=WORLD), "stages": _stages("1f1b")}
+    yield "1f1b", _plan("pipeline", **stages)
+    yield "dspipe", _plan("deepspeed_pipeline", **stages)
+
+
+def _of_one_process() -> Iterator[tuple[str, Plan]]:
+    yield "one-process", _plan("ddp")
+    yield "dataparallel", _plan("dataparallel", devices_per_process=2)
+    for name, backend, schedule in (
+        ("naive", "naive", "naive"),
+        ("pipe", "fairscale_pipe", "gpipe"),
+    ):
+        stages = _stages(schedule)
+        yield name, _plan(backend, devices_per_process=2, stages=stages)
+
+
+def _plan(backend: str, **options: Any) -> Plan:
+    return Plan(
+        backend=backend,
+        units=UNITS,
+        micro_batch=MICRO_BATCH,
+        accumulation=ACCUMULATION,
+        **options,
     )
+
+
+def _stages(schedule: str) -> Stages:
+    return Stages(schedule=schedule, cuts=(len(UNITS) // 2,))

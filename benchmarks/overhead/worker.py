@@ -1,6 +1,6 @@
 """One rank: both ways in turns, for seconds and for memory.
 
-torchrun --nproc-per-node 2 -m benchmarks.overhead.worker FOLDER ROUNDS [NAME...]
+torchrun --nproc-per-node WORLD -m benchmarks.overhead.worker FOLDER ROUNDS NAME...
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.overhead.loops import LOOPS
+from benchmarks.overhead.loops import make_loop
 from benchmarks.overhead.subjects import (
     CLIP_NORM,
     loss_of,
@@ -40,7 +40,7 @@ def local_batch(plan: Plan):
 
 def seconds(plan: Plan, rounds: int) -> tuple[list[float], list[float]]:
     """Return the seconds of single steps, of the engine's and of the loop's."""
-    ways = (make_engine(plan), LOOPS[plan.backend](plan))
+    ways = (make_engine(plan), make_loop(plan))
     batch = local_batch(plan)
     found: tuple[list[float], list[float]] = ([], [])
     for index in range(WARM_UP + rounds):
@@ -63,10 +63,7 @@ def memory(plan: Plan) -> tuple[int, int]:
     batch = local_batch(plan)
     return tuple(
         measure_memory(make, lambda _: batch).peak
-        for make in (
-            partial(make_engine, plan),
-            partial(LOOPS[plan.backend], plan),
-        )
+        for make in (partial(make_engine, plan), partial(make_loop, plan))
     )
 
 
@@ -76,7 +73,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     results = {}
     for name, plan in plans():
-        if names and name not in names:
+        if name not in names:
             continue
         ours, theirs = seconds(plan, rounds)
         results[name] = {
