@@ -40,21 +40,24 @@ def local_batch(plan: Plan):
 
 def seconds(plan: Plan, rounds: int) -> tuple[list[float], list[float]]:
     """Return the seconds of single steps, of the engine's and of the loop's."""
-    ways = (make_engine(plan), make_loop(plan))
     batch = local_batch(plan)
     found: tuple[list[float], list[float]] = ([], [])
-    for index in range(WARM_UP + rounds):
-        # Who goes first changes, so that neither always finds warm caches.
-        order = (0, 1) if index % 2 else (1, 0)
-        for which in order:
-            dist.barrier()
-            start = time.perf_counter()
-            ways[which].step(batch)
-            elapsed = time.perf_counter() - start
-            if index >= WARM_UP:
-                found[which].append(elapsed)
-    for way in ways:
-        way.close()
+    # Who is made first gets other memory: each is, for half of the rounds.
+    for first in (0, 1):
+        makers = (make_engine, make_loop)
+        ways = {which: makers[which](plan) for which in (first, 1 - first)}
+        for index in range(WARM_UP + rounds // 2):
+            # Who goes first changes, so that neither always finds warm caches.
+            order = (0, 1) if index % 2 else (1, 0)
+            for which in order:
+                dist.barrier()
+                start = time.perf_counter()
+                ways[which].step(batch)
+                elapsed = time.perf_counter() - start
+                if index >= WARM_UP:
+                    found[which].append(elapsed)
+        for way in ways.values():
+            way.close()
     return found
 
 
