@@ -14,15 +14,11 @@ def layouts(
     if world == 1 or any("." in unit for unit in units):
         return
     inside = world // 2
-    several = [
+    stages = Stages(schedule="1f1b", cuts=even_cuts(units, 2))
+    for name, mesh, zero in (
         ("dspipe", Mesh(pipeline=2, replicate=inside), 0),
         ("dspipe-zero1", Mesh(pipeline=2, shard=inside), 1),
-    ]
-    if world == 4:
-        # Stages between two others, which receive from both sides.
-        several.append(("dspipe-deep", Mesh(pipeline=world), 0))
-    for name, mesh, zero in several:
-        stages = Stages(schedule="1f1b", cuts=even_cuts(units, mesh.pipeline))
+    ):
         yield (
             name,
             Plan(
