@@ -40,7 +40,7 @@ def wrap(
         module: On its device, with something to train.
         options: Those of the plan.
         process_group: The replicas; None: all ranks.
-        sums: Where gradients of half precision add up, if they do.
+        sums: Where gradients add up during backward; None: with their parameters.
     """
     caps: dict[str, Any] = {"bucket_cap_mb": options.bucket_megabytes}
     if options.first_bucket_megabytes is not None:
@@ -64,7 +64,7 @@ def wrap(
             start_powerSGD_iter=options.powersgd_start,
         )
     hook = _HOOKS[options.hook]
-    if sums is not None and sums.during_backward:
+    if sums is not None:
         sums.average_by(wrapped, state or process_group, hook)
     elif options.hook != "none":
         wrapped.register_comm_hook(state or process_group, hook)

@@ -138,15 +138,16 @@ class Replica(AbstractPart):
         """
 
         def on_gradients(gradients: tuple[Gradient, ...], task: int) -> None:
-            made.extend(g.elements for g in gradients)
-            if not self._sums.in_fp32:
-                sizes = [g.elements for g in gradients]
+            sizes = [g.elements for g in gradients]
+            if self._sums.in_fp32:
+                moved_at_end.extend(sizes)
+            else:
                 self._sums.add(sizes, first=not self._has_gradients)
 
-        made: list[int] = []
+        moved_at_end: list[int] = []
         self.walk.backward_of_weights(f"micro-batch {index}", on_gradients)
-        if self._sums.in_fp32:
-            self._sums.add(made, first=not self._has_gradients)
+        if moved_at_end:
+            self._sums.add(moved_at_end, first=not self._has_gradients)
         self._has_gradients = True
 
     def update(self) -> None:

@@ -16,10 +16,12 @@ whole model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -28,7 +30,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from bigmodel.backends.flat_range import RangeLoadPlanner, RangeSavePlanner
+from bigmodel.backends.flat_range import (
+    FlatRange,
+    RangeLoadPlanner,
+    RangeSavePlanner,
+)
 from bigmodel.backends.fresh_states import make_states
 from bigmodel.backends.updating import Updater
 from bigmodel.errors import UsageError
@@ -40,6 +46,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _SETTINGS = "param_groups."
 _NAMED = 5
 """Names that a message lists."""
+_NONE_TIED: Mapping[str, str] = MappingProxyType({})
 
 
 def write_files(folder: str, state: State) -> None:
@@ -64,36 +71,33 @@ def read_files(folder: str, state: State) -> None:
     known = FileSystemReader(folder).read_metadata().state_dict_metadata
     wrong = []
     for part, values in state.items():
-        for name in list(values):
+        for name, value in list(values.items()):
             found = known.get(f"{part}.{name}")
             if found is None and (part == "loss_scale" or name.startswith(_SETTINGS)):
                 del values[name]
             elif found is None:
                 wrong.append(f"{part}.{name} is not in it")
-            elif (there := getattr(found, "size", None)) is not None:
-                here = values[name].size() if hasattr(values[name], "size") else there
-                if here != there:
-                    wrong.append(
-                        f"{part}.{name} is {_shape(there)}, not {_shape(here)}"
-                    )
+            elif (
+                isinstance(value, (Tensor, FlatRange))
+                and isinstance(found, TensorStorageMetadata)
+                and value.size() != found.size
+            ):
+                there, here = _shape(found.size), _shape(value.size())
+                wrong.append(f"{part}.{name} is {there}, not {here}")
     if wrong:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise UsageError(
             f"the checkpoint in {folder!r} is not one of this model and optimizer: "
             f"{'; '.join(wrong[:_NAMED])}{more}"
         )
-    read: dict[str, Any] = {**state}
-    load(read, checkpoint_id=folder, planner=RangeLoadPlanner())
-    for part in state:
-        # Where nothing is asked for, torch drops the part.
-        state[part] = read.get(part, {})
+    load({**state}, checkpoint_id=folder, planner=RangeLoadPlanner())
 
 
 def save_state(
     folder: str,
     model: nn.Module,
     updater: Updater,
-    first_names: Mapping[str, str] | None = None,
+    first_names: Mapping[str, str] = _NONE_TIED,
 ) -> None:
     """Write this rank's part of the model's tensors and optimizer states.
 
@@ -104,39 +108,30 @@ def save_state(
         first_names: From a tied weight's names to its first one in the whole model,
             where this rank may have it under another.
     """
-    write_files(folder, _renamed(_state(model, updater), first_names or {}))
+    write_files(folder, _renamed(_state(model, updater), first_names))
 
 
 def load_state(
     folder: str,
     model: nn.Module,
     updater: Updater,
-    first_names: Mapping[str, str] | None = None,
+    first_names: Mapping[str, str] = _NONE_TIED,
 ) -> None:
     """Read what `save_state` wrote for an equal model, under any plan.
 
     Raises:
         UsageError: It was another model or optimizer.
     """
-    # Reading fills tensors in place, so a state of the right shape comes first.
+    # Reading fills tensors in place: those of the model, masters and optimizer.
     state = _state(model, updater)
-    read = _renamed(state, first_names or {})
+    read = _renamed(state, first_names)
     read_files(folder, read)
-    values = {
-        name: read["model"][_first(name, first_names or {})] for name in state["model"]
-    }
     masters = updater.masters
-    names = set() if masters is None else set(masters.named())
-    model.load_state_dict(
-        {name: value for name, value in values.items() if name not in names},
-        strict=False,
-    )
     if masters is not None:
-        masters.module.load_state_dict({name: values[name] for name in names})
         masters.scatter_weights()
     if updater.local_optimizer is not None:
         own = {
-            name: read["optimizer"].get(_first_of_key(name, first_names or {}), value)
+            name: read["optimizer"].get(_first_of_key(name, first_names), value)
             for name, value in state["optimizer"].items()
         }
         set_optimizer_state_dict(
@@ -182,7 +177,7 @@ def unique_tensors(model: nn.Module) -> dict[str, Any]:
 
 def _renamed(state: State, first_names: Mapping[str, str]) -> State:
     return {
-        "model": {_first(k, first_names): v for k, v in state["model"].items()},
+        "model": {first_names.get(k, k): v for k, v in state["model"].items()},
         "optimizer": {
             _first_of_key(k, first_names): v for k, v in state["optimizer"].items()
         },
@@ -190,15 +185,11 @@ def _renamed(state: State, first_names: Mapping[str, str]) -> State:
     }
 
 
-def _first(name: str, first_names: Mapping[str, str]) -> str:
-    return first_names.get(name, name)
-
-
 def _first_of_key(key: str, first_names: Mapping[str, str]) -> str:
     """Rename the parameter in `state.NAME.KEY` or `param_groups.NAME.KEY`."""
     part, _, rest = key.partition(".")
     name, _, leaf = rest.rpartition(".")
-    return f"{part}.{_first(name, first_names)}.{leaf}"
+    return f"{part}.{first_names.get(name, name)}.{leaf}"
 
 
 def _shape(size: Any) -> str:

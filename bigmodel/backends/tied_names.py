@@ -21,15 +21,20 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(several) for several in names.values() if len(several) > 1)
 
 
+def first_names(tied: tuple[tuple[str, ...], ...]) -> dict[str, str]:
+    """Return the first name of every tied parameter by each of its names."""
+    return {name: names[0] for names in tied for name in names}
+
+
 def under_first_names(
-    factory: OptimizerFactory, tied: tuple[tuple[str, ...], ...]
+    factory: OptimizerFactory, first: Mapping[str, str]
 ) -> NamedOptimizerFactory:
     """Return a factory that knows tied parameters by their first name.
 
     That is the name under which the whole model lists them; the stage of the head may
     have them under another.
     """
-    return _FirstNames(factory, {name: names[0] for names in tied for name in names})
+    return _FirstNames(factory, first)
 
 
 @final

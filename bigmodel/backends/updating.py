@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bigmodel.backends.engine import OptimizerFactory, Update
+from bigmodel.backends.fp32_sums import Fp32Sums
 from bigmodel.backends.loss_scale import LossScale
 from bigmodel.backends.optimizers import build_optimizer, trainable
 from bigmodel.backends.precision import MasterWeights, cast_weights
@@ -75,6 +76,10 @@ class Updater:
             cast_weights(model, getattr(torch, form.weights))
         elif self.weights:
             self.optimizer = build_optimizer(factory, self.weights)
+        self.sums: Fp32Sums | None = None
+        """Where gradients add up during backward; None: with their parameters."""
+        if self.masters is not None and self.masters.sums.during_backward:
+            self.sums = self.masters.sums
         self.local_optimizer = self.optimizer
         """Holds this rank's states: the same, unless `optimizer` wraps another one."""
 

@@ -42,7 +42,7 @@ def write_checkpoint(
 
 
 def read_checkpoint(
-    folder: CheckpointFolder, plan: Plan, engine: AbstractEngine, rank: int
+    folder: CheckpointFolder, plan: Plan, engine: AbstractEngine
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read weights and states, and return what was written beside them; collective.
 
@@ -50,7 +50,6 @@ def read_checkpoint(
         folder: Where.
         plan: The plan of this run.
         engine: Reads weights and optimizer states.
-        rank: This one.
 
     Returns:
         What all ranks share, and what this rank has for itself; under another plan,
@@ -60,7 +59,7 @@ def read_checkpoint(
         UsageError: The checkpoint is incomplete, of another model or optimizer, or of
             a plan that does not share.
     """
-    written = folder.plan()
+    written, rank = folder.plan(), dist.get_rank()
     same = document.digest(written) == document.digest(plan)
     if not same:
         _check_shared(written, plan)
@@ -100,15 +99,11 @@ def _stream(
     folder: CheckpointFolder, written: Plan, plan: Plan, rank: int
 ) -> dict[str, Any] | None:
     """Return the place in the stream of this rank's share of the data."""
-    share = plan.mesh.data_rank(rank)
-    before = [
-        other
-        for other in range(written.world)
-        if written.mesh.data_rank(other) == min(share, written.mesh.data_parallel - 1)
-    ]
-    place = folder.rank(before[0]).get("stream")
-    if place is None or _reads_alike(written, plan):
-        return place
+    if _reads_alike(written, plan):
+        before = written.mesh.stage_ranks(0)[plan.mesh.data_rank(rank)]
+        return folder.rank(before).get("stream")
+    if folder.rank(0).get("stream") is None:
+        return None
     return {
         "moved": f"the checkpoint's run read streams of its own on "
         f"{written.mesh.data_parallel} data-parallel ranks, {written.accumulation} "

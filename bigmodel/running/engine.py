@@ -340,7 +340,7 @@ class Engine:
         """
         folder = CheckpointFolder(path)
         with self._lookout.watch("load", meet=True):
-            progress, own = read_checkpoint(folder, self.plan, self._engine, self.rank)
+            progress, own = read_checkpoint(folder, self.plan, self._engine)
         self.steps = progress["steps"]
         self._feeds.restore(progress.get("data"), own.get("stream"))
         if self._scheduler is not None and own.get("scheduler"):

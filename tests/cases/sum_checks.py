@@ -10,21 +10,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigmodel.plans import DdpOptions, Mesh, Plan, Stages
-from bigmodel.running.session import Engine, prepare
-from tests.cases.subjects import PAIR, SGD, Scale, close, first_rank, mean_output, whole
+from bigmodel.running.session import prepare
+from tests.cases.subjects import (
+    PAIR,
+    SGD,
+    Scale,
+    close,
+    first_rank,
+    gradient,
+    mean_output,
+    whole,
+)
 
 COUNT = 512
 """Ones to add: a power of two, so that shares are exact; in bfloat16 they make 256."""
-
-
-def mean_of_first(output: Tensor, batch) -> Tensor:
-    return output.mean()
-
-
-def moved(engine: Engine, name: str, batch) -> float:
-    before = whole(engine, name)
-    engine.step(batch)
-    return before - whole(engine, name)
 
 
 def mp_03_replicas_add_up_and_average_in_fp32() -> None:
@@ -38,14 +37,14 @@ def mp_03_replicas_add_up_and_average_in_fp32() -> None:
         DdpOptions(hook="powersgd", powersgd_start=2),
     ):
         with prepare(replace(plan, ddp=options), Scale(), SGD, mean_output) as engine:
-            close(moved(engine, "w", x), COUNT)
+            close(gradient(engine, x), COUNT)
             # Nothing of the first step is in the second.
-            close(moved(engine, "w", x), COUNT)
+            close(gradient(engine, x), COUNT)
     with prepare(replace(plan, zero_stage=1), Scale(), SGD, mean_output) as engine:
-        close(moved(engine, "w", x), COUNT)
+        close(gradient(engine, x), COUNT)
     scaled = replace(plan, precision="fp16", accumulation=4)
     with prepare(scaled, Scale(), SGD, mean_output) as engine:
-        close(moved(engine, "w", torch.ones(4, 1)), 1.0)
+        close(gradient(engine, torch.ones(4, 1)), 1.0)
 
 
 def mp_03_stages_add_up_in_fp32() -> None:
@@ -67,7 +66,7 @@ def mp_03_stages_add_up_in_fp32() -> None:
         )
         model = nn.Sequential(*(Scale() for _ in units))
         batch = (torch.full((COUNT, 1), float(COUNT)), torch.zeros(COUNT))
-        with prepare(plan, model, SGD, mean_of_first) as engine:
+        with prepare(plan, model, SGD, mean_output) as engine:
             before = {name: whole(engine, f"{name}.w") for name in units}
             engine.step(batch)
             for name in units:
@@ -120,7 +119,7 @@ def mp_03_sums_keep_the_layout_of_weights() -> None:
     states = []
     for plan, rows in (
         (PAIR(precision="bf16", accumulation=4), x[dist.get_rank() * 4 :][:4]),
-        (PAIR(precision="bf16", accumulation=8, mesh=Mesh(replicate=2)), None),
+        (PAIR(precision="bf16", accumulation=8), None),
     ):
         # The second: both ranks run all rows, and the average is the sum again.
         with prepare(plan, Pictures(), SGD, mean_output) as engine:

@@ -24,8 +24,9 @@ from torch import nn
 
 from benchmarks.layouts import all_layouts
 from benchmarks.parity.models import SUBJECTS, make_model, make_optimizer
-from bigmodel.plans import DeepSpeedOptions, Mesh, Plan
+from bigmodel.plans import Mesh, Plan
 from bigmodel.running.session import Engine, prepare
+from tests.cases.deepspeed_checks import zero
 
 GLOBAL_BATCH = 24
 BASE = "base"
@@ -36,12 +37,12 @@ SHOWN = {
     4: ("zero1", "zero3-hpz", "hybrid", "1f1b-ddp", "interleaved-fsdp2"),
     3: ("ddp-zero1", "fsdp2", "zero1", "zero2", "zero3", "oss"),
     2: (
-        *("ddp-bf16", "ddp-powersgd", "ddp-unused", "oss", "sharded-ddp"),
-        *("zero1", "zero2-offload", "zero2-bf16", "zero3", "zero3-offload"),
-        *("zero3-bf16", "fsdp2", "fsdp2-bf16", "fsdp2-ignored", "gpipe", "zbv"),
+        "ddp-bf16", "ddp-powersgd", "ddp-unused", "oss", "sharded-ddp",
+        "zero1", "zero2-offload", "zero2-bf16", "zero3", "zero3-offload",
+        "zero3-bf16", "fsdp2", "fsdp2-bf16", "fsdp2-ignored", "gpipe", "zbv",
         "gpipe-bf16",
     ),
-}
+}  # fmt: skip
 """Layouts by world size: every engine's way of keeping states, in 2, 3 or 4 parts."""
 GPT = SUBJECTS["gpt2"]
 
@@ -79,18 +80,9 @@ def mean_square(output: torch.Tensor, batch) -> torch.Tensor:
 
 
 def hand_on_ten(folder: Path, world: int, before: int) -> None:
-    """ZERO-05: 10 weights in partitions of 3, then of 5, then of 4, padded."""
+    """ZERO-05: 10 weights in partitions of 3, then of 4, then of 5, padded."""
     for stage in (1, 2, 3):
-        options = DeepSpeedOptions(
-            bucket_elements=1000,
-            **({"param_persistence_threshold": 0} if stage == 3 else {}),
-        )
-        plan = Plan(
-            backend="deepspeed",
-            mesh=Mesh(shard=world),
-            zero_stage=stage,
-            deepspeed=options,
-        )
+        plan = replace(zero(stage), mesh=Mesh(shard=world))
         with prepare(plan, ten_weights(), make_optimizer, mean_square) as engine:
             if before:
                 engine.load(folder / str(before) / f"{TEN}-{stage}")

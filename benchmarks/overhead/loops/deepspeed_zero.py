@@ -1,8 +1,6 @@
-"""DeepSpeed's ZeRO, and how its library is loaded on CPUs."""
+"""DeepSpeed's ZeRO."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +14,13 @@ from benchmarks.overhead.subjects import (
     make_optimizer,
 )
 from bigmodel.backends.deepspeed.config import deepspeed_config
+from bigmodel.backends.deepspeed_library import import_deepspeed
 from bigmodel.plans import Plan
 
 
 def deepspeed(plan: Plan) -> Loop:
     model = make_model()
-    engine, *_ = import_deepspeed().initialize(
+    engine, *_ = import_deepspeed(torch.device("cpu")).initialize(
         model=model,
         optimizer=make_optimizer(model.parameters()),
         config=deepspeed_config(plan, CLIP_NORM),
@@ -38,12 +37,3 @@ def deepspeed(plan: Plan) -> Loop:
         return total
 
     return Loop(step)
-
-
-def import_deepspeed() -> Any:
-    import deepspeed
-    from deepspeed.ops import __compatible_ops__ as compatible
-
-    # Else DeepSpeed compiles a collective of its own at first start, for minutes.
-    compatible["deepspeed_shm_comm"] = False
-    return deepspeed

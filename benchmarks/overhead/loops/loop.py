@@ -37,18 +37,24 @@ def micro_batches(batch: Batch) -> zip:
     return zip(*(part.split(MICRO_BATCH) for part in batch), strict=True)
 
 
-def plain_loop(model: nn.Module, forward: Callable[[Tensor], Tensor]) -> Loop:
-    """Return the loop of one process.
+def accumulating_loop(
+    model: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    begin: Callable[[bool], Any] = lambda last: None,
+) -> Loop:
+    """Return the loop of a model whose gradients autograd leaves with its parameters.
 
     Args:
         model: What is trained.
         forward: From features to the model's output, where the batch is.
+        begin: Told before a micro-batch whether it is the last one of the step.
     """
     optimizer = make_optimizer(model.parameters())
 
     def step(batch: Batch) -> Tensor:
         total = torch.zeros(())
-        for micro in micro_batches(batch):
+        for index, micro in enumerate(micro_batches(batch)):
+            begin(index == ACCUMULATION - 1)
             loss = loss_of(forward(micro[0]), micro) / ACCUMULATION
             loss.backward()
             total += loss.detach()

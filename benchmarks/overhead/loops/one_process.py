@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from benchmarks.overhead.loops.loop import Batch, Loop, plain_loop
+from benchmarks.overhead.loops.loop import Batch, Loop, accumulating_loop
 from benchmarks.overhead.subjects import (
     CLIP_NORM,
     UNITS,
@@ -22,7 +22,7 @@ from bigmodel.plans import Plan
 def plain(plan: Plan) -> Loop:
     """Return the loop without any library."""
     model = make_model()
-    return plain_loop(model, model)
+    return accumulating_loop(model, model)
 
 
 def naive(plan: Plan) -> Loop:
@@ -41,12 +41,12 @@ def naive(plan: Plan) -> Loop:
             hidden = part(hidden.to(device))
         return hidden.to(devices[0])
 
-    return plain_loop(model, forward)
+    return accumulating_loop(model, forward)
 
 
 def dataparallel(plan: Plan) -> Loop:
     model = make_model()
-    return plain_loop(model, nn.DataParallel(model))
+    return accumulating_loop(model, nn.DataParallel(model))
 
 
 def fairscale_pipe(plan: Plan) -> Loop:

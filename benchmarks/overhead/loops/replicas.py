@@ -6,7 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.overhead.loops.loop import Batch, Loop, micro_batches
+from benchmarks.overhead.loops.loop import (
+    Batch,
+    Loop,
+    accumulating_loop,
+    micro_batches,
+)
 from benchmarks.overhead.subjects import (
     ACCUMULATION,
     CLIP_NORM,
@@ -22,21 +27,11 @@ def ddp(plan: Plan) -> Loop:
     wrapped = DistributedDataParallel(
         model, gradient_as_bucket_view=True, bucket_cap_mb=25
     )
-    optimizer = make_optimizer(model.parameters())
 
-    def step(batch: Batch) -> Tensor:
-        total = torch.zeros(())
-        for index, micro in enumerate(micro_batches(batch)):
-            wrapped.require_backward_grad_sync = index == ACCUMULATION - 1
-            loss = loss_of(wrapped(micro[0]), micro) / ACCUMULATION
-            loss.backward()
-            total += loss.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total
+    def synchronise(last: bool) -> None:
+        wrapped.require_backward_grad_sync = last
 
-    return Loop(step)
+    return accumulating_loop(model, wrapped, synchronise)
 
 
 def horovod(plan: Plan) -> Loop:

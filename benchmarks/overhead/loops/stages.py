@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks.overhead.loops.deepspeed_zero import import_deepspeed
 from benchmarks.overhead.loops.loop import Batch, Loop, micro_batches
 from benchmarks.overhead.subjects import (
     ACCUMULATION,
@@ -24,6 +23,7 @@ from benchmarks.overhead.subjects import (
     make_model,
     make_optimizer,
 )
+from bigmodel.backends.deepspeed_library import import_deepspeed
 from bigmodel.backends.deepspeed_pipeline.config import pipeline_config
 from bigmodel.plans import Plan
 
@@ -73,7 +73,7 @@ def pipeline(plan: Plan) -> Loop:
 
 
 def deepspeed_pipeline(plan: Plan) -> Loop:
-    deepspeed = import_deepspeed()
+    deepspeed = import_deepspeed(torch.device("cpu"))
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     # A PipelineModule asks DeepSpeed for the ranks before `initialize` is called.

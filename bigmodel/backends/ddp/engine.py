@@ -55,10 +55,8 @@ class DdpEngine(AbstractWholeModelEngine):
         self._wrapped: DistributedDataParallel | None = None
         self._hook: PowerSGDState | None = None
         if plan.world > 1:
-            masters = self._updater.masters
-            self._wrapped, self._hook = wrap(
-                model, plan.ddp, sums=masters and masters.sums
-            )
+            sums = self._updater.sums
+            self._wrapped, self._hook = wrap(model, plan.ddp, sums=sums)
         self._synchronises = True
         self._stepped = False
 

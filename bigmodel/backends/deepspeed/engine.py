@@ -130,13 +130,13 @@ class DeepSpeedEngine(AbstractWholeModelEngine):
 
     def save(self, folder: str) -> None:
         """Write the ranges of weights and states that this rank keeps."""
-        write_files(folder, self._whole.read())
+        write_files(folder, self._whole.state())
 
     def load(self, folder: str) -> None:
         """Read them, in whatever parts they were written."""
-        state = self._whole.read()
+        state = self._whole.state()
         read_files(folder, state)
-        self._whole.written(state)
+        self._whole.take_over(state)
 
     @torch.no_grad()
     def _full(self, value: Tensor) -> Tensor:

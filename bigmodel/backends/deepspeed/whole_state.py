@@ -7,12 +7,12 @@ range of the flattened fp32 weights of a group, and of the optimizer's states:
     stage 3       every parameter by itself, cut evenly over the ranks, padded
 
 Padding depends on the number of ranks, so only ranges of real elements leave this file.
-DeepSpeed's internals are touched here alone.
+Of DeepSpeed's internals, those that keep states are touched here alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,13 +22,11 @@ from torch import Tensor, nn
 
 from bigmodel.backends.flat_range import FlatRange
 from bigmodel.backends.fresh_states import make_states
+from bigmodel.backends.loss_scale import GROWTH_INTERVAL
 from bigmodel.backends.optimizers import trainable
-from bigmodel.backends.state_files import State
+from bigmodel.backends.state_files import State, unique_tensors
 from bigmodel.errors import UsageError
 from bigmodel.plans import Plan
-
-_GROWTH = 2000
-"""Good steps after which DeepSpeed's scaler doubles, as it is configured here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,7 @@ class _Range:
     at: int
     """Where they begin in it."""
     count: int
+    """0 where other ranks keep all of it."""
     start: int
     """Where they begin in the flattened parameter."""
     group: Mapping[str, Any]
@@ -63,7 +62,7 @@ class WholeState:
         self._scaled = plan.number_format.scaled
         self._trained = trainable(model)
 
-    def read(self) -> State:
+    def state(self) -> State:
         """Return ranges of weights and states, over the memory that DeepSpeed uses.
 
         Raises:
@@ -73,37 +72,29 @@ class WholeState:
         optimizer: dict[str, Any] = {}
         model = self._untrained()
         for name, param in self._trained.items():
-            shape = _shape(param)
-            for found in self._ranges(param):
-                key = f"param_groups.{name}"
-                for setting, value in found.group.items():
-                    if setting != "params":
-                        optimizer[f"{key}.{setting}"] = value
-                kept = self._zero.optimizer.state[found.flat]
-                for state, value in kept.items():
-                    optimizer[f"state.{name}.{state}"] = _part(
-                        state, value, found, shape
-                    )
-                if found.count:
-                    model[name] = FlatRange(
-                        _narrow(found.flat, found), shape, found.start
-                    )
+            shape, found = _shape(param), self._range(param)
+            for setting, value in found.group.items():
+                if setting != "params":
+                    optimizer[f"param_groups.{name}.{setting}"] = value
+            for key, value in self._zero.optimizer.state[found.flat].items():
+                optimizer[f"state.{name}.{key}"] = _part(key, value, found, shape)
+            model[name] = FlatRange(_narrow(found.flat, found), shape, found.start)
         return {"model": model, "optimizer": optimizer, "loss_scale": self._scale()}
 
     @torch.no_grad()
-    def written(self, state: State) -> None:
-        """Take over what was read into `state`; weights that compute follow masters."""
+    def take_over(self, state: State) -> None:
+        """Go on from what was read into `state`; computing weights follow masters."""
         for name, param in self._trained.items():
-            for found in self._ranges(param):
-                settings: Any = found.group
-                for setting in list(settings):
-                    key = f"param_groups.{name}.{setting}"
-                    if setting != "params" and key in state["optimizer"]:
-                        settings[setting] = state["optimizer"][key]
-                kept = self._zero.optimizer.state[found.flat]
-                for key, value in kept.items():
-                    if not isinstance(value, Tensor):
-                        kept[key] = state["optimizer"][f"state.{name}.{key}"]
+            found = self._range(param)
+            settings: Any = found.group
+            for setting in list(settings):
+                key = f"param_groups.{name}.{setting}"
+                if key in state["optimizer"]:
+                    settings[setting] = state["optimizer"][key]
+            kept = self._zero.optimizer.state[found.flat]
+            for key, value in kept.items():
+                if not isinstance(value, Tensor):
+                    kept[key] = state["optimizer"][f"state.{name}.{key}"]
         if state["loss_scale"]:
             scaler = self._zero.loss_scaler
             scaler.cur_scale = state["loss_scale"]["factor"]
@@ -120,40 +111,36 @@ class WholeState:
 
     def _untrained(self) -> dict[str, Any]:
         """Return frozen weights and buffers."""
-        found: dict[str, Any] = {}
+        found = {
+            name: value
+            for name, value in unique_tensors(self._model).items()
+            if name not in self._trained
+        }
+        if not self._sharded:
+            return found
         for name, param in self._model.named_parameters():
-            if param.requires_grad:
-                continue
-            if not self._sharded:
-                found[name] = param.detach()
-                continue
-            shard: Any = param
-            kept = shard.ds_tensor.detach().view(-1)
-            start = dist.get_rank() * kept.numel()
-            count = min(kept.numel(), shard.ds_numel - start)
-            if count > 0:
+            if not param.requires_grad:
+                shard: Any = param
+                kept = shard.ds_tensor.detach().view(-1)
+                start = dist.get_rank() * kept.numel()
+                count = max(0, min(kept.numel(), shard.ds_numel - start))
                 found[name] = FlatRange(kept[:count], shard.ds_shape, start)
-        buffers = {name for name, _ in self._model.named_buffers()}
-        for name, value in self._model.state_dict().items():
-            if name in buffers:
-                found[name] = value
         return found
 
-    def _ranges(self, param: nn.Parameter) -> Iterator[_Range]:
+    def _range(self, param: nn.Parameter) -> _Range:
         zero = self._zero
         groups = zero.optimizer.param_groups
         cut: Any = param
         if self._sharded:
             index, at, count = zero.grad_position[zero.get_param_id(param)]
             start = dist.get_rank() * count
-            yield _Range(
+            return _Range(
                 flat=zero.fp32_partitioned_groups_flat[index],
                 at=at,
                 count=max(0, min(count, cut.ds_numel - start)),
                 start=start,
                 group=groups[zero.sub_group_to_group_id[index]],
             )
-            return
         mapping = cut._hp_mapping
         if mapping is None:
             # Other ranks keep all of it; what its group has in common is known here.
@@ -163,10 +150,9 @@ class WholeState:
                 if any(other is param for other in several)
             )
             flat = zero.single_partition_of_fp32_groups[index]
-            yield _Range(flat=flat, at=0, count=0, start=0, group=groups[index])
-            return
+            return _Range(flat=flat, at=0, count=0, start=0, group=groups[index])
         index = mapping.param_group_index
-        yield _Range(
+        return _Range(
             flat=zero.single_partition_of_fp32_groups[index],
             at=mapping.hp_fragment_address.start,
             count=mapping.hp_fragment_address.numel,
@@ -188,16 +174,16 @@ class WholeState:
         if not self._scaled:
             return {}
         scaler = self._zero.loss_scaler
-        good = (scaler.cur_iter - scaler.last_overflow_iter - 1) % _GROWTH
+        good = (scaler.cur_iter - scaler.last_overflow_iter - 1) % GROWTH_INTERVAL
         return {"factor": float(scaler.cur_scale), "good_steps": float(good)}
 
 
-def _part(state: str, value: Any, found: _Range, shape: torch.Size) -> Any:
+def _part(key: str, value: Any, found: _Range, shape: torch.Size) -> Any:
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     if value.shape != found.flat.shape:
         raise UsageError(
-            f"the optimizer keeps {state!r} of {tuple(value.shape)} for a flat part of "
+            f"the optimizer keeps {key!r} of {tuple(value.shape)} for a flat part of "
             f"{tuple(found.flat.shape)} elements, which belongs to no weight; use "
             "an optimizer that keeps states of the weights' shape, or backend 'fsdp2'"
         )

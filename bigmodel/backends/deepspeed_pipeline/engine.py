@@ -24,7 +24,11 @@ from bigmodel.backends.precision import autocast, cast_inputs
 from bigmodel.backends.recompute import apply_recompute
 from bigmodel.backends.sequential_units import check_sequential, stage_bounds
 from bigmodel.backends.stage_gathering import gather_weights
-from bigmodel.backends.tied_names import tied_names, under_first_names
+from bigmodel.backends.tied_names import (
+    first_names,
+    tied_names,
+    under_first_names,
+)
 from bigmodel.errors import UsageError, Violation
 from bigmodel.plans import micro_batches as divisors
 
@@ -77,7 +81,8 @@ class DeepSpeedPipelineEngine(AbstractEngine):
         model: Any = job.model
         self._whole: nn.Sequential = model
         self._order = tuple(model.state_dict())
-        factory = under_first_names(job.optimizer, tied_names(model))
+        first = first_names(tied_names(model))
+        factory = under_first_names(job.optimizer, first)
         bounds = stage_bounds(model, plan)
         children = list(model.named_children())
         _check_trained(children, bounds)

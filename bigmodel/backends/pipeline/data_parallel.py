@@ -30,7 +30,7 @@ def spread(
         blocks: Its blocks, the units of sharding.
         plan: The plan.
         mesh: The device mesh with axes `pipeline`, `replicate` and `shard`.
-        sums: Where gradients of half precision add up, if they do.
+        sums: Where gradients add up during backward; None: with their parameters.
     """
     if plan.mesh.shard > 1:
         axes = ("replicate", "shard") if plan.mesh.replicate > 1 else ("shard",)

@@ -31,7 +31,11 @@ from bigmodel.backends.pipeline.torch_schedules import torch_schedule
 from bigmodel.backends.recompute import apply_recompute
 from bigmodel.backends.stage_gathering import gather_weights
 from bigmodel.backends.state_files import load_state, save_state
-from bigmodel.backends.tied_names import tied_names, under_first_names
+from bigmodel.backends.tied_names import (
+    first_names,
+    tied_names,
+    under_first_names,
+)
 from bigmodel.backends.updating import Updater
 from bigmodel.errors import InvalidPlanError, UsageError, Violation
 from bigmodel.plans import Plan
@@ -83,8 +87,8 @@ class PipelineEngine(AbstractEngine):
             device=job.device,
         )
         tied = tied_names(job.model)
-        self._first_names = {name: names[0] for names in tied for name in names}
-        factory = under_first_names(job.optimizer, tied)
+        self._first_names = first_names(tied)
+        factory = under_first_names(job.optimizer, self._first_names)
         self._names = tuple(job.model.state_dict())
         sharded = plan.mesh.shard > 1
         self._stages: dict[int, Stage] = {}
@@ -121,7 +125,7 @@ class PipelineEngine(AbstractEngine):
         )
         if not sharded:
             # After the weights have their type, which DDP's buckets take over.
-            self._wrapped = self._spread(blocks, mesh, self._sums)
+            self._wrapped = self._spread(blocks, mesh, self._updater.sums)
         self._schedule: Any = None
         self._shapes: Any = None
         self._verified = False
@@ -232,11 +236,6 @@ class PipelineEngine(AbstractEngine):
         self._schedule = self._new_schedule(micro_batches)
         return self._schedule
 
-    @property
-    def _sums(self) -> Fp32Sums | None:
-        masters = self._updater.masters
-        return masters and masters.sums
-
     def _spread(
         self,
         blocks: dict[int, dict[str, nn.Module]],
@@ -276,7 +275,7 @@ class PipelineEngine(AbstractEngine):
                 input_args=ends[index].entry.example(),
                 output_args=ends[index].leaving.example(),
                 group=line.group,
-                sums=self._sums,
+                sums=self._updater.sums,
             )
             for index, wrapped in self._wrapped.items()
         ]

@@ -14,7 +14,7 @@ class SummingStage(PipelineStage):
     """Moves gradients that a split backward sets past the hooks of parameters.
 
     Args:
-        sums: Where they add up; None: with the parameters.
+        sums: Where they add up; None: with their parameters.
         arguments: Those of torch's stage.
     """
 
@@ -27,6 +27,6 @@ class SummingStage(PipelineStage):
     ) -> None:
         """Run the part of a backward that makes the gradients of weights."""
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        if self._sums is not None and self._sums.during_backward:
+        if self._sums is not None:
             trained = (p for p in self.submod.parameters() if p.requires_grad)
             self._sums.move(trained)
