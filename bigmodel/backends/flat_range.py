@@ -88,7 +88,8 @@ class FlatRange:
     """
 
     def __init__(self, values: Tensor, shape: torch.Size, start: int) -> None:
-        self._values = values
+        self.values = values
+        """The memory of the range."""
         self._shape = shape
         self._boxes = list(boxes(tuple(shape), start, start + values.numel()))
 
@@ -103,7 +104,7 @@ class FlatRange:
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(self._values),
+                    properties=TensorProperties.create_from_tensor(self.values),
                     size=self._shape,
                 ),
             )
@@ -122,7 +123,7 @@ class FlatRange:
         for offsets, sizes in self._boxes:
             count = prod(sizes)
             if torch.Size(offsets) == index.offset:
-                return self._values.narrow(0, at, count).view(sizes)
+                return self.values.narrow(0, at, count).view(sizes)
             at += count
         raise ValueError(f"{index} is no part of this range")
 

@@ -1,4 +1,4 @@
-"""The states of an optimizer that has not stepped yet, for files to be read into."""
+"""The states of what an optimizer has not stepped yet, for files to be read into."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ def make_states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> N
 
     Args:
         optimizer: With those parameters in its groups.
-        params: What it steps; their gradients are as before afterwards.
+        params: Those of them that lack states are given them; gradients are as before
+            afterwards.
     """
-    if optimizer.state:
+    several = [p for p in params if p.requires_grad and p not in optimizer.state]
+    if not several:
         return
-    several = [param for param in params if param.requires_grad]
-    gradients = [param.grad for param in several]
+    everyone = {p: p.grad for group in optimizer.param_groups for p in group["params"]}
     rates = [group.get("lr") for group in optimizer.param_groups]
+    for param in everyone:
+        param.grad = None
     for param in several:
         param.grad = torch.zeros_like(param)
     for group in optimizer.param_groups:
@@ -31,12 +34,13 @@ def make_states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> N
             # A tensor stays one.
             group["lr"] = group["lr"] * 0
     optimizer.step()
-    for param, gradient in zip(several, gradients, strict=True):
+    for param, gradient in everyone.items():
         param.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if "lr" in group:
             group["lr"] = rate
-    for state in optimizer.state.values():
+    for param in several:
+        state = optimizer.state.get(param, {})
         steps = state.get("step")
         if isinstance(steps, Tensor):
             steps.zero_()

@@ -1,4 +1,4 @@
-"""Work and copies that involve the memory of a device's machine. Pure."""
+"""Work and copies that involve the memory of a device's machine, or its disk. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ def copy_seconds(cluster: Cluster, num_bytes: float) -> float:
     """Return the seconds of a copy between a device and pinned host memory."""
     link = cluster.node.host_link
     return link.latency + num_bytes / link.bandwidth
+
+
+def disk_seconds(cluster: Cluster, num_bytes: float) -> float:
+    """Return the seconds of reading or writing while all ranks of a machine do so."""
+    node = cluster.node
+    return num_bytes * node.count / node.disk_bandwidth
 
 
 def host_step_seconds(plan: Plan, cluster: Cluster, elements: float) -> float:

@@ -1,15 +1,15 @@
 """Where a rank keeps its states, and how its optimizer steps: on the device or not.
 
 Source: deepspeed 0.19, `runtime/zero/{stage_1_and_2,stage3}.py`. An offloaded optimizer
-steps where its states are, in the machine's memory; copies between the two are issued
-on the stream that computes, which therefore waits for them.
+steps in the machine's memory, states on a disk are read for it and written back; copies
+between the tiers are issued on the stream that computes, which waits for them.
 """
 
 from __future__ import annotations
 
 from typing import final
 
-from bigmodel.backends.host import copy_seconds, host_step_seconds
+from bigmodel.backends.host import copy_seconds, disk_seconds, host_step_seconds
 from bigmodel.backends.walk import (
     MASTERS,
     OPTIMIZER,
@@ -37,41 +37,48 @@ class States:
         self._plan = plan
         self._costs = costs
         self._builder = builder
-        self._apart = costs.cluster.device.kind == "cuda"
+        self.apart = costs.cluster.device.kind == "cuda"
+        """Whether the device has a memory of its own."""
         self.offloaded = plan.offload.optimizer != "device"
-        """Whether the plan keeps them in the machine's memory."""
+        """Whether the plan keeps them in the machine's memory, or on its disk."""
 
-    def hold(self, elements: int) -> None:
-        """Hold masters and states of this many elements."""
-        tier = self._plan.offload.optimizer
+    def hold(self, elements: int, tier: Tier | None = None) -> None:
+        """Hold masters and states of this many elements, in the plan's tier."""
+        tier = tier or self._plan.offload.optimizer
         self.keep(tier, MASTERS, elements * 4)
         self.keep(tier, OPTIMIZER, optimizer_state_bytes(self._plan, elements))
 
     def keep(self, tier: Tier, kind: str, num_bytes: int) -> None:
         """Hold bytes in a tier; a CPU's own memory is that of its machine."""
-        if tier == "device" or not self._apart:
+        if tier == "disk":
+            self._builder.hold_on_disk(kind, num_bytes)
+        elif tier == "device" or not self.apart:
             self._builder.hold(kind, num_bytes)
         else:
             self._builder.hold_on_host(kind, num_bytes)
 
     def copy(self, label: str, num_bytes: int) -> None:
         """Write a copy between device and machine, if these are apart."""
-        if not self._apart or not num_bytes:
+        if self.apart:
+            self._move(label, num_bytes, copy_seconds(self._costs.cluster, num_bytes))
+
+    def disk(self, label: str, num_bytes: int) -> None:
+        """Write that bytes are read from the machine's disk, or written to it."""
+        self._move(label, num_bytes, disk_seconds(self._costs.cluster, num_bytes))
+
+    def _move(self, label: str, num_bytes: int, seconds: float) -> None:
+        if not num_bytes:
             return
-        task = self._builder.add(
-            Task(
-                label=label,
-                stream="host",
-                seconds=copy_seconds(self._costs.cluster, num_bytes),
-                after=(self._builder.last,),
-            )
+        builder = self._builder
+        task = builder.add(
+            Task(label=label, stream="host", seconds=seconds, after=(builder.last,))
         )
-        self._builder.add(Task(label=f"wait for {label}", after=(task,)))
+        builder.add(Task(label=f"wait for {label}", after=(task,)))
 
     def step(self, elements: int) -> None:
         """Write the optimizer's step over one flat parameter."""
         plan, costs, builder = self._plan, self._costs, self._builder
-        if not (self.offloaded and self._apart):
+        if not (self.offloaded and self.apart):
             surge = step_surge(plan, costs, elements, elements)
             builder.add(
                 Task(

@@ -73,6 +73,9 @@ class Node:
     host_bandwidth: float = 200e9
     """Bytes per second of host memory, for all processors together; one socket with
     8 channels of DDR4-3200 has 204.8e9."""
+    disk_bandwidth: float = 5e9
+    """Bytes per second of the machine's local disks, for all processes together; one
+    drive on PCIe 4.0 x4 reads 7e9 and writes 5e9."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,4 +110,5 @@ def _memory(
         moment=peak.moment,
         terms=tuple(terms),
         host=sum(count for _, count in program.host),
+        disk=sum(count for _, count in program.disk),
     )

@@ -41,6 +41,8 @@ class RankMemory:
     """Who holds `device_total`, largest first; they add up to it."""
     host: int = 0
     """Bytes that the plan keeps in the machine's memory for this rank."""
+    disk: int = 0
+    """Bytes that the plan keeps on the machine's disk for this rank."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -51,6 +53,7 @@ class RankMemory:
             "peak_reserved_bytes": self.reserved,
             "device_total_bytes": self.device_total,
             "host_bytes": self.host,
+            "disk_bytes": self.disk,
             "moment": self.moment,
             "terms": [
                 {"name": t.name, "bytes": t.num_bytes, "because": t.because}

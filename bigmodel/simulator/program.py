@@ -48,6 +48,8 @@ class Program:
     """Ranks that run it; empty: all of the pipeline stage with the program's index."""
     host: Holdings = ()
     """What the rank keeps in its machine's memory, which is not the device's."""
+    disk: Holdings = ()
+    """What the rank keeps on a disk of its machine."""
 
 
 def merge(*holdings: Holdings) -> Holdings:
@@ -76,6 +78,7 @@ class ProgramBuilder:
         self._tasks: list[Task] = []
         self._base: list[tuple[str, int]] = []
         self._host: list[tuple[str, int]] = []
+        self._disk: list[tuple[str, int]] = []
 
     def hold(self, kind: str, num_bytes: float) -> None:
         """Note what is live through the whole step."""
@@ -84,6 +87,10 @@ class ProgramBuilder:
     def hold_on_host(self, kind: str, num_bytes: float) -> None:
         """Note what lies in the machine's memory through the whole step."""
         self._host.append((kind, int(num_bytes)))
+
+    def hold_on_disk(self, kind: str, num_bytes: float) -> None:
+        """Note what lies on the machine's disk through the whole step."""
+        self._disk.append((kind, int(num_bytes)))
 
     def add(self, task: Task) -> int:
         """Append a task and return its index."""
@@ -106,4 +113,5 @@ class ProgramBuilder:
             base=merge(tuple(self._base)),
             ranks=self._ranks,
             host=merge(tuple(self._host)),
+            disk=merge(tuple(self._disk)),
         )

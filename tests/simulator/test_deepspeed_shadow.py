@@ -12,7 +12,10 @@ from bigmodel.backends.backend import refusals
 from bigmodel.backends.catalog import BACKENDS
 from bigmodel.backends.deepspeed.gathering import MAX_LIVE, Coordinator, Weight
 from bigmodel.backends.deepspeed.shadow import programs
-from bigmodel.backends.deepspeed.zero3_linear import without_weight_copies
+from bigmodel.backends.deepspeed.zero3_linear import (
+    LinearOrder,
+    without_weight_copies,
+)
 from bigmodel.backends.flat_partition import FlatPartition
 from bigmodel.backends.walk import BUCKETS, GATHERED, GRADIENTS, steps_of
 from bigmodel.clusters import Cluster, Device, Link, Node
@@ -285,11 +288,11 @@ REFUSED = {
     ),
     "sums of fp32": (2, {"grad_accum_dtype": "float32"}, {}, "fp32 anyway"),
     "parameters of stage 2": (2, {}, {"offload": Offload(parameters="cpu")}, "stage 3"),
-    "a disk": (
-        3,
+    "a disk under stage 2": (
+        2,
         {},
         {"offload": Offload(optimizer="disk", folder="/scratch")},
-        "async_io",
+        "stage 3 only",
     ),
     "unused under stage 3": (3, {"find_unused": True}, {}, "stops all of them"),
     "unused with overlap": (
@@ -351,3 +354,36 @@ def test_shadow_needs_no_torch():
         "sys.exit(bool({'torch', 'deepspeed'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_linear_layer_hands_on_its_weight_first_under_stage_3() -> None:
+    """A linear layer of torch does so after its bias, which decides when a bucket is full."""
+    (step,) = steps_of(plan(3), MODEL.sequence[:1])
+    bias, weight = Gradient("bias", WIDTH), Gradient("weight", WIDTH * WIDTH)
+    order = LinearOrder()
+    order.begin()
+    assert list(order.turn(step, [bias])) == []
+    assert list(order.turn(step, [weight])) == [WIDTH * WIDTH, WIDTH]
+    order.begin()
+    assert list(order.turn(step, [weight, bias])) == [WIDTH * WIDTH, WIDTH]
+
+
+def test_gradients_too_large_for_the_bucket_stay_until_their_shards_are_stepped_over():
+    """bf16, offloaded: beside a gradient its shard in fp32 and, for the norm, in fp64.
+
+    Seen on 2 CPU processes with weights of 1024 x 1024 and a bucket of 1,000,000.
+    """
+    weight = WIDTH * WIDTH
+    small = plan(
+        3,
+        ranks=2,
+        elements=weight - 1,
+        precision="bf16",
+        offload=Offload(optimizer="cpu"),
+    )
+    (program,) = programs(small, Costs(MODEL, CLUSTER), 1)
+    at = [task.label for task in program.tasks].index("gradient norm")
+    norm, dropped = program.tasks[at], program.tasks[at + 1 :]
+    assert total(norm.surge) == weight // 2 * (4 + 8)
+    large = [t for t in dropped if t.label == "drop large gradients"]
+    assert large[0].change == ((GRADIENTS, -weight * 2),)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from bigmodel.backends.deepspeed.disk import state_buffers
 from bigmodel.backends.zero_types import (
     accumulation_type,
     communication_type,
     overlaps,
 )
+from bigmodel.models import OPTIMIZERS
 from bigmodel.plans import Plan
 
 _NEVER = 1_000_000_000
 """Steps between two prints of DeepSpeed; it has no way to switch them off."""
+_AHEAD = (
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)
 _TIER = {"cpu": "cpu", "disk": "nvme"}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -88,6 +95,14 @@ def _zero(plan: Plan) -> dict[str, Any]:
             zero[key] = {"device": _TIER[tier]}
             if tier == "disk":
                 zero[key]["nvme_path"] = plan.offload.folder
+    if plan.offload.optimizer == "disk":
+        states = OPTIMIZERS.get(plan.optimizer).states
+        zero["offload_optimizer"]["buffer_count"] = state_buffers(states)
+    if plan.offload.parameters == "disk":
+        # Otherwise the first 1e9 elements would stay in memory.
+        zero["offload_param"]["max_in_cpu"] = 0
+        # What is gathered takes a buffer for each shard: one module at a time.
+        zero |= dict.fromkeys(_AHEAD, 0)
     return zero
 
 

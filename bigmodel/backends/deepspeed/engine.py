@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigmodel.backends.deepspeed.config import deepspeed_config
+from bigmodel.backends.deepspeed.disk_folder import DiskFolder
 from bigmodel.backends.deepspeed.gradients import MissingGradients, overflow_error
 from bigmodel.backends.deepspeed.whole_state import WholeState
 from bigmodel.backends.deepspeed_library import import_deepspeed
@@ -51,6 +52,9 @@ class DeepSpeedEngine(AbstractWholeModelEngine):
         model.to(job.device)
         self._optimizer = build_optimizer(job.optimizer, trainable(model))
         config = deepspeed_config(plan, job.clip_norm)
+        if "disk" in (plan.offload.parameters, plan.offload.optimizer):
+            self._disk = DiskFolder(plan)
+            self._disk.complete(config, model, self._optimizer)
         if plan.deepspeed.find_unused:
             # All micro-batches are reduced together, as if they were one.
             config["gradient_accumulation_steps"] = 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from bigmodel.backends.deepspeed.disk import SMALLEST, state_buffers
 from bigmodel.backends.offload_rules import unused_offload_violations
 from bigmodel.backends.walk import optimizer_state_bytes
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
-from bigmodel.models import ModelSpec
+from bigmodel.models import OPTIMIZERS, ModelSpec
 from bigmodel.plans import DeepSpeedOptions, Plan
 from bigmodel.units import format_bytes
 
@@ -97,16 +98,7 @@ def offload_violations(
             "are sharded",
             cure="use zero_stage=3, or offload the optimizer alone",
         )
-    for kind in ("parameters", "optimizer"):
-        if getattr(offload, kind) == "disk":
-            yield Violation(
-                field=f"offload.{kind}",
-                got="disk",
-                rule="DeepSpeed reads and writes disks through its extension async_io, "
-                "which needs libaio and a compiler where it runs; this library does "
-                "not drive it",
-                cure="offload to cpu",
-            )
+    yield from _disk_violations(plan)
     if model is None or cluster is None or not cluster.node.host_memory:
         return
     if cluster.device.kind != "cuda":
@@ -122,14 +114,59 @@ def offload_violations(
         )
 
 
+def _disk_violations(plan: Plan) -> Iterator[Violation]:
+    offload, options = plan.offload, plan.deepspeed
+    if offload.optimizer == "disk" and plan.zero_stage != 3:
+        yield Violation(
+            field="offload.optimizer",
+            got="disk",
+            rule="DeepSpeed keeps an optimizer on a disk under ZeRO stage 3 only",
+            cure="use zero_stage=3, or offload to cpu",
+        )
+    if offload.parameters != "disk":
+        return
+    defaults = DeepSpeedOptions()
+    for name in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"):
+        if getattr(options, name) not in (0, getattr(defaults, name)):
+            yield Violation(
+                field=f"deepspeed.{name}",
+                got=getattr(options, name),
+                rule="weights on a disk are gathered for one module at a time, because "
+                "each of their shards needs one of a fixed number of buffers",
+                cure="leave it at its default, or keep parameters on cpu",
+            )
+    whole = options.param_persistence_threshold * plan.number_format.weight_bytes
+    if whole >= SMALLEST * plan.mesh.shard:
+        yield Violation(
+            field="deepspeed.param_persistence_threshold",
+            got=options.param_persistence_threshold,
+            rule="weights that every rank keeps whole must be small enough to stay in "
+            f"memory: shards below {format_bytes(SMALLEST)}",
+            cure="use the default",
+        )
+    if options.zero_hpz_partition_size > 1:
+        yield Violation(
+            field="deepspeed.zero_hpz_partition_size",
+            got=options.zero_hpz_partition_size,
+            rule="second shards of weights would stay on the device",
+            cure="leave it at 1, or keep parameters on the device",
+        )
+
+
 def _host_bytes(plan: Plan, model: ModelSpec) -> float:
-    """Return what a rank keeps in its machine's memory: shards, nearly."""
+    """Return what a rank keeps in its machine's memory: shards, or buffers, nearly."""
     shards, width = plan.mesh.shard, plan.number_format.weight_bytes
+    trained = model.trainable_elements / shards
+    group = min(trained, plan.deepspeed.sub_group_size)
     rank = 0.0
-    if plan.offload.parameters != "device":
+    if plan.offload.parameters == "cpu":
         rank += width * model.elements / shards
-    if plan.offload.optimizer != "device":
-        trained = model.trainable_elements / shards
+    if plan.offload.parameters == "disk":
+        rank += width * group * shards
+    if plan.offload.optimizer == "disk":
+        states = OPTIMIZERS.get(plan.optimizer).states
+        rank += 4 * group * state_buffers(states)
+    if plan.offload.optimizer == "cpu":
         # Masters and fp32 gradients, and the states.
         rank += 8 * trained + optimizer_state_bytes(plan, trained)
     return rank

@@ -24,6 +24,8 @@ class Shares:
     """Of one trained parameter."""
     groups: tuple[int, ...]
     """Trained ones by the optimizer's sub-groups."""
+    shards: tuple[int, ...]
+    """Of parameters that no rank holds whole, one by one."""
     persistent: tuple[int, ...]
     """Of parameters that every rank holds whole, all shards of one together."""
 
@@ -31,6 +33,7 @@ class Shares:
 def shares_of(plan: Plan, steps: Sequence[Step]) -> Shares:
     """Return the shards that a rank holds of these units."""
     ranks, options = plan.mesh.shard, plan.deepspeed
+    threshold = options.param_persistence_threshold
     owned = [param for step in steps for param in step.owned]
     trained = [padded(p, ranks) // ranks for p in owned if p.trainable]
     return Shares(
@@ -38,11 +41,10 @@ def shares_of(plan: Plan, steps: Sequence[Step]) -> Shares:
         trained=sum(trained),
         largest=max(trained, default=0),
         groups=tuple(_sub_groups(trained, options.sub_group_size)),
-        persistent=tuple(
-            padded(p, ranks)
-            for p in owned
-            if p.elements <= options.param_persistence_threshold
+        shards=tuple(
+            padded(p, ranks) // ranks for p in owned if p.elements > threshold
         ),
+        persistent=tuple(padded(p, ranks) for p in owned if p.elements <= threshold),
     )
 
 

@@ -20,6 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bigmodel.backends.deepspeed.swapping import (
+    Swapping,
+    has_weight,
+    read_weight,
+    write_weight,
+)
 from bigmodel.backends.flat_range import FlatRange
 from bigmodel.backends.fresh_states import make_states
 from bigmodel.backends.loss_scale import GROWTH_INTERVAL
@@ -43,6 +49,17 @@ class _Range:
     """Where they begin in the flattened parameter."""
     group: Mapping[str, Any]
     """Settings of the optimizer for it."""
+    swapped: bool = False
+    """Whether its memory is a buffer of what is on a disk."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return its part of a tensor like `flat`."""
+        return flat.detach().view(-1).narrow(0, self.at, self.count)
+
+    def kept(self, flat: Tensor) -> Tensor:
+        """Return memory that stays: a copy of what is in a buffer."""
+        part = self.of(flat)
+        return part.clone() if self.swapped else part
 
 
 @final
@@ -59,55 +76,91 @@ class WholeState:
         self._zero = engine.optimizer
         self._model = model
         self._sharded = plan.zero_stage == 3
+        self._swapping = Swapping(engine.optimizer)
         self._scaled = plan.number_format.scaled
         self._trained = trainable(model)
 
     def state(self) -> State:
         """Return ranges of weights and states, over the memory that DeepSpeed uses.
 
+        What is on a disk is copied into memory, all of it.
+
         Raises:
             UsageError: The optimizer keeps something that is not of its weights' shape.
         """
-        self._make_states()
         optimizer: dict[str, Any] = {}
         model = self._untrained()
-        for name, param in self._trained.items():
-            shape, found = _shape(param), self._range(param)
-            for setting, value in found.group.items():
-                if setting != "params":
-                    optimizer[f"param_groups.{name}.{setting}"] = value
-            for key, value in self._zero.optimizer.state[found.flat].items():
-                optimizer[f"state.{name}.{key}"] = _part(key, value, found, shape)
-            model[name] = FlatRange(_narrow(found.flat, found), shape, found.start)
+        for index, names in self._groups().items():
+            made = self._lacks_states(index)
+            with self._swapping.states(index, write=made):
+                self._make_states(index)
+                for name in names:
+                    found = self._range(self._trained[name])
+                    model[name] = self._add(name, found, optimizer)
         return {"model": model, "optimizer": optimizer, "loss_scale": self._scale()}
+
+    def _add(self, name: str, found: _Range, optimizer: dict[str, Any]) -> FlatRange:
+        """Return a weight's range of masters; put those of its states beside it."""
+        shape = _shape(self._trained[name])
+        for setting, value in found.group.items():
+            if setting != "params":
+                optimizer[f"param_groups.{name}.{setting}"] = value
+        for key, value in self._zero.optimizer.state[found.flat].items():
+            optimizer[f"state.{name}.{key}"] = _part(key, value, found, shape)
+        return FlatRange(found.kept(found.flat), shape, found.start)
 
     @torch.no_grad()
     def take_over(self, state: State) -> None:
         """Go on from what was read into `state`; computing weights follow masters."""
-        for name, param in self._trained.items():
-            found = self._range(param)
-            settings: Any = found.group
-            for setting in list(settings):
-                key = f"param_groups.{name}.{setting}"
-                if key in state["optimizer"]:
-                    settings[setting] = state["optimizer"][key]
-            kept = self._zero.optimizer.state[found.flat]
-            for key, value in kept.items():
-                if not isinstance(value, Tensor):
-                    kept[key] = state["optimizer"][f"state.{name}.{key}"]
+        if self._sharded:
+            self._zero.checkpoint_event_prologue()
+            self._write_untrained(state["model"])
+        for index, names in self._groups().items():
+            with self._swapping.states(index, write=True):
+                for name in names:
+                    self._take(name, state)
+                if self._sharded:
+                    self._zero._reassign_or_swap_out_partitioned_parameters(index)
         if state["loss_scale"]:
             scaler = self._zero.loss_scaler
             scaler.cur_scale = state["loss_scale"]["factor"]
             scaler.cur_iter = int(state["loss_scale"]["good_steps"])
             scaler.last_overflow_iter = -1
-        if not self._sharded:
+        if self._sharded:
+            # Gathers what stays whole on every rank.
+            self._zero.checkpoint_event_epilogue()
+        else:
             self._zero.update_lp_params()
+
+    def _take(self, name: str, state: State) -> None:
+        found = self._range(self._trained[name])
+        settings: Any = found.group
+        for setting in list(settings):
+            key = f"param_groups.{name}.{setting}"
+            if key in state["optimizer"]:
+                settings[setting] = state["optimizer"][key]
+        kept = self._zero.optimizer.state[found.flat]
+        for key, value in kept.items():
+            if not isinstance(value, Tensor):
+                kept[key] = state["optimizer"][f"state.{name}.{key}"]
+        if not found.swapped:
+            # It was read in place.
             return
-        self._zero.checkpoint_event_prologue()
-        for index in range(len(self._zero.fp32_partitioned_groups_flat)):
-            self._zero._reassign_or_swap_out_partitioned_parameters(index)
-        # Gathers what stays whole on every rank.
-        self._zero.checkpoint_event_epilogue()
+        found.of(found.flat).copy_(state["model"][name].values)
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and value.ndim:
+                read = state["optimizer"][f"state.{name}.{key}"]
+                found.of(value).copy_(read.values)
+
+    def _groups(self) -> dict[int, list[str]]:
+        """Return the names of trained parameters by sub-group, or group."""
+        names = {id(param): name for name, param in self._trained.items()}
+        zero = self._zero
+        groups = zero.fp16_groups if self._sharded else zero.bit16_groups
+        return {
+            index: [names[id(param)] for param in several]
+            for index, several in enumerate(groups)
+        }
 
     def _untrained(self) -> dict[str, Any]:
         """Return frozen weights and buffers."""
@@ -116,16 +169,30 @@ class WholeState:
             for name, value in unique_tensors(self._model).items()
             if name not in self._trained
         }
-        if not self._sharded:
-            return found
-        for name, param in self._model.named_parameters():
-            if not param.requires_grad:
-                shard: Any = param
-                kept = shard.ds_tensor.detach().view(-1)
-                start = dist.get_rank() * kept.numel()
-                count = max(0, min(kept.numel(), shard.ds_numel - start))
-                found[name] = FlatRange(kept[:count], shard.ds_shape, start)
+        for name, param in self._frozen_shards().items():
+            on_disk = has_weight(param)
+            kept = read_weight(param) if on_disk else param.ds_tensor.detach().view(-1)
+            start = dist.get_rank() * kept.numel()
+            count = max(0, min(kept.numel(), param.ds_numel - start))
+            found[name] = FlatRange(kept[:count], param.ds_shape, start)
         return found
+
+    def _write_untrained(self, model: dict[str, Any]) -> None:
+        for name, param in self._frozen_shards().items():
+            if has_weight(param):
+                shard = read_weight(param)
+                values = model[name].values
+                shard[: values.numel()] = values
+                write_weight(param, shard)
+
+    def _frozen_shards(self) -> dict[str, Any]:
+        if not self._sharded:
+            return {}
+        return {
+            name: param
+            for name, param in self._model.named_parameters()
+            if not param.requires_grad
+        }
 
     def _range(self, param: nn.Parameter) -> _Range:
         zero = self._zero
@@ -140,6 +207,7 @@ class WholeState:
                 count=max(0, min(count, cut.ds_numel - start)),
                 start=start,
                 group=groups[zero.sub_group_to_group_id[index]],
+                swapped=self._swapping.has_states(index),
             )
         mapping = cut._hp_mapping
         if mapping is None:
@@ -160,15 +228,26 @@ class WholeState:
             group=groups[index],
         )
 
-    def _make_states(self) -> None:
+    def _flat(self, index: int) -> Tensor:
+        zero = self._zero
         if self._sharded:
-            # DeepSpeed takes them out of the optimizer between steps.
-            self._zero._set_fp32_optimizer_param_groups()
-            make_states(self._zero.optimizer, self._zero.fp32_partitioned_groups_flat)
-            self._zero._clear_fp32_optimizer_param_groups()
-        else:
-            flats = self._zero.single_partition_of_fp32_groups
-            make_states(self._zero.optimizer, flats)
+            return zero.fp32_partitioned_groups_flat[index]
+        return zero.single_partition_of_fp32_groups[index]
+
+    def _lacks_states(self, index: int) -> bool:
+        return self._flat(index) not in self._zero.optimizer.state
+
+    def _make_states(self, index: int) -> None:
+        if not self._sharded:
+            make_states(self._zero.optimizer, [self._flat(index)])
+            return
+        # DeepSpeed takes them out of the optimizer between steps.
+        group = self._zero.optimizer.param_groups[
+            self._zero.sub_group_to_group_id[index]
+        ]
+        group["params"] = [self._flat(index)]
+        make_states(self._zero.optimizer, group["params"])
+        group["params"] = []
 
     def _scale(self) -> dict[str, Any]:
         if not self._scaled:
@@ -187,11 +266,7 @@ def _part(key: str, value: Any, found: _Range, shape: torch.Size) -> Any:
             f"{tuple(found.flat.shape)} elements, which belongs to no weight; use "
             "an optimizer that keeps states of the weights' shape, or backend 'fsdp2'"
         )
-    return FlatRange(_narrow(value, found), shape, found.start)
-
-
-def _narrow(flat: Tensor, found: _Range) -> Tensor:
-    return flat.detach().view(-1).narrow(0, found.at, found.count)
+    return FlatRange(found.kept(value), shape, found.start)
 
 
 def _shape(param: Any) -> torch.Size:

@@ -16,11 +16,10 @@ Gradients go through the bucket as they come; a full one is concatenated again, 
 shard, for the reduce-scatter (`reduce_scatter_coalesced`), with `overlap_comm` on a
 stream of its own. When weights are gathered and let go is in `gathering.py`.
 
-An offloaded optimizer keeps masters, states, shards of the gradients and a fp32 copy of
-these where it is. Offloaded parameters are shards in the machine's memory; before an
-all-gather they are copied to the device. With `zero_hpz_partition_size` a weight that
-is let go for the first time in a step leaves a second shard, one of that many, from
-which it is gathered until the step's end (`_partition_param_sec`).
+Which of these are elsewhere when they are offloaded is in `tiers.py`. With
+`zero_hpz_partition_size` a weight that is let go for the first time in a step leaves a
+second shard, one of that many, from which it is gathered until the step's end
+(`_partition_param_sec`).
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from __future__ import annotations
 from math import ceil
 from typing import final
 
+from bigmodel.backends.deepspeed.disk import is_swapped
 from bigmodel.backends.deepspeed.gathering import (
     Coordinator,
     Event,
@@ -35,8 +35,10 @@ from bigmodel.backends.deepspeed.gathering import (
     Visit,
     Weight,
 )
-from bigmodel.backends.deepspeed.modules import full_name, modules_of
+from bigmodel.backends.deepspeed.modules import Module, full_name, modules_of
 from bigmodel.backends.deepspeed.shares import padded, shares_of
+from bigmodel.backends.deepspeed.tiers import Tiers
+from bigmodel.backends.deepspeed.zero3_linear import LinearOrder
 from bigmodel.backends.flat_zero import NORM_BYTES
 from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.walk import (
@@ -93,16 +95,14 @@ class ShardedZero(AbstractPart):
         self._overlaps = overlaps(plan)
         self._states = states = States(plan, costs, builder)
         self._shares = shares = shares_of(plan, walk.steps)
-        offload = plan.offload
-        states.keep(offload.parameters, WEIGHTS, shares.weights * self._width)
-        states.hold(shares.trained)
-        states.keep(offload.optimizer, GRADIENTS, shares.trained * self._summed)
-        if states.offloaded:
-            states.keep(offload.optimizer, GRADIENTS, shares.trained * 4)
+        self._tiers = Tiers(plan, states, builder, shares, self._ranks)
+        self._tiers.hold()
         builder.hold(BUCKETS, self._limit * self._sent)
         builder.hold(GATHERED, sum(shares.persistent) * self._width)
         hold_inputs(builder, costs, plan, walk.steps)
         self._last = False
+        self._order = LinearOrder()
+        self._at = 0
         self._near = plan.deepspeed.zero_hpz_partition_size
         self._near_group = group(costs.cluster, self._near)
         self._second = 0
@@ -127,9 +127,10 @@ class ShardedZero(AbstractPart):
     def backward(self, index: int, *, last: bool) -> None:
         """Write the backward of a micro-batch; every one reduces its gradients."""
         self._last = last
+        self._order.begin()
         self.walk.backward(
             f"micro-batch {index}",
-            before=lambda at: self._arrive(self._backwards[at]),
+            before=self._turn_to,
             after=lambda at: self._leave(self._backwards[at]),
             on_gradients=self._on_gradients,
         )
@@ -158,8 +159,7 @@ class ShardedZero(AbstractPart):
             builder.add(Task(label="gradient norm", surge=((STEP, surge),)))
         for elements in shares.groups:
             self._step(elements)
-        if self._plan.offload.parameters == "device" and self._states.offloaded:
-            self._states.copy("weights to the device", shares.trained * self._width)
+        self._tiers.end_step()
         self._gather_persistent(persistent)
         if self._second:
             builder.allocate(WEIGHTS, -self._second, "drop second shards")
@@ -186,7 +186,7 @@ class ShardedZero(AbstractPart):
 
     def _step(self, elements: int) -> None:
         if self._states.offloaded:
-            self._states.step(elements)
+            self._tiers.step(elements)
             return
         builder = self._builder
         flat = elements * self._summed
@@ -197,6 +197,10 @@ class ShardedZero(AbstractPart):
         self._states.step(elements)
         builder.allocate(GRADIENTS, -elements * 4, "drop flat gradients")
 
+    def _turn_to(self, at: int) -> tuple[int, ...]:
+        self._at = at
+        return self._arrive(self._backwards[at])
+
     def _arrive(self, visit: Visit) -> tuple[int, ...]:
         waits = [self._write(event) for event in visit.before]
         return tuple(task for task in waits if task is not None)
@@ -206,8 +210,7 @@ class ShardedZero(AbstractPart):
         gathering = event.gathering
         size = gathering.flat * self._width
         if event.kind == "gather":
-            if self._plan.offload.parameters != "device":
-                self._states.copy("weights from the host", size // self._ranks)
+            self._tiers.gather(size)
             # Second shards are there once a weight has gone, nearly.
             near = self._near > 1 and (self._begun or self._second > 0)
             self._gathers[gathering.number] = self._builder.add(
@@ -246,8 +249,7 @@ class ShardedZero(AbstractPart):
 
     def _on_gradients(self, gradients: tuple[Gradient, ...], task: int) -> None:
         moved = 0
-        for gradient in gradients:
-            size = gradient.elements
+        for size in self._order.turn(self.walk.steps[self._at], gradients):
             if self._bucket and self._filled + size > self._limit:
                 self._free_moved(moved)
                 moved = 0
@@ -267,40 +269,32 @@ class ShardedZero(AbstractPart):
         if not self._bucket:
             return
         sizes = [ceil(size / self._ranks) * self._ranks for size in self._bucket]
+        shards = [count // self._ranks for count in sizes]
         size = sum(sizes) * self._sent
-        in_place = len(sizes) == 1 and sizes == self._bucket
-        held = (0 if in_place else size) + scratch(self._costs, size)
-        if self._sent != self._width:
-            held += sum(self._bucket) * self._sent
-        large = sum(count for count in self._bucket if count > self._limit)
+        flat = 0 if len(sizes) == 1 and sizes == self._bucket else size
+        cast = 0 if self._sent == self._width else sum(self._bucket) * self._sent
+        # Shards are parts of the flat buffer, or of a gradient, until they are cast.
+        summed = 0 if self._sent == self._summed else sum(shards) * self._summed
+        held = cast + flat + max(scratch(self._costs, size), summed)
         task = self._builder.add(
             Task(
                 label="reduce-scatter bucket",
                 stream=self._stream,
                 seconds=self._group.gather(size),
                 after=(after,),
-                change=((GRADIENTS, -large * self._width),) if large else (),
                 surge=((BUCKETS, held),),
             )
         )
         self._reductions.append(task)
         if not self._overlaps:
             self._builder.add(Task(label="wait for bucket", after=(task,)))
-        self._keep_shares(sizes)
+        self._tiers.take(shards, beside=summed or flat, last=self._last)
+        large = sum(count for count in self._bucket if count > self._limit)
+        if large:
+            size = large * self._width
+            self._builder.allocate(GRADIENTS, -size, "drop large gradients")
         self._bucket = []
         self._filled = 0
-
-    def _keep_shares(self, sizes: list[int]) -> None:
-        """Add the shards of a bucket to the sums, and hand them over at the end."""
-        shares = [count // self._ranks for count in sizes]
-        if not self._states.offloaded:
-            return
-        sums = sum(shares) * self._summed
-        self._states.copy("gradients to the host", sums)
-        if self._last:
-            surge = ((STEP, max(shares) * NORM_BYTES),)
-            self._builder.add(Task(label="gradient norm", surge=surge))
-            self._states.copy("fp32 gradients to the host", sum(shares) * 4)
 
     def _visits(self) -> tuple[dict[int, Visit], dict[int, Visit]]:
         """Return the visits of forward and backward by the index of the unit."""
@@ -328,6 +322,7 @@ class ShardedZero(AbstractPart):
         }
         if self._ranks == 1:
             weights = {}
+        self._hold_shard_buffers(weights, modules)
         # No gradient leaves the first module, nor those that embed integers.
         last = max((i for i, (_, module) in enumerate(order) if module), default=0)
         unhooked = {last} | {
@@ -335,16 +330,39 @@ class ShardedZero(AbstractPart):
             for i, (visit, _) in enumerate(order)
             if visit >= len(steps) and steps[visited[visit]].placed.role == "before"
         }
-        options = self._plan.deepspeed
-        limits = Limits(
-            prefetch=options.prefetch_bucket_size,
-            live=options.max_live_parameters,
-            reuse=options.max_reuse_distance,
-        )
-        coordinator = Coordinator(weights, order, unhooked, limits)
+        coordinator = Coordinator(weights, order, unhooked, self._limits())
         visits = coordinator.visits(len(visited))
         self._leftovers = coordinator.leftovers * self._width
         self._leftovers_anew = coordinator.leftovers_anew
         return dict(zip(visited[: len(steps)], visits, strict=False)), dict(
             zip(visited[len(steps) :], visits[len(steps) :], strict=True)
         )
+
+    def _limits(self) -> Limits:
+        if self._plan.offload.parameters == "disk":
+            return Limits(prefetch=0, live=0, reuse=0)
+        options = self._plan.deepspeed
+        return Limits(
+            prefetch=options.prefetch_bucket_size,
+            live=options.max_live_parameters,
+            reuse=options.max_reuse_distance,
+        )
+
+    def _hold_shard_buffers(
+        self, weights: dict[str, Weight], modules: list[tuple[Module, ...]]
+    ) -> None:
+        def count(module: Module) -> int:
+            return sum(
+                name in weights
+                and is_swapped(weights[name].padded // self._ranks, self._width)
+                for name in module
+            )
+
+        embeddings = sum(
+            count(module)
+            for step, inner in zip(self.walk.steps, modules, strict=True)
+            if step.placed.role == "before"
+            for module in inner
+        )
+        counts = (count(module) for inner in modules for module in inner)
+        self._tiers.hold_shard_buffers(counts, embeddings)

@@ -1,8 +1,10 @@
-"""Under ZeRO 3, linear layers keep no copies of their weights in autocast's precision.
+"""What ZeRO 3 changes in linear layers: autocast's copies, and the order of gradients.
 
 Source: deepspeed 0.19, `runtime/zero/linear.py`: `zero.Init` replaces
 `torch.nn.functional.linear`. The replacement saves the weight itself, so that it can be
 let go, and hides it from autocast's cache behind a view; each product casts it anew.
+Its backward hands on the gradient of the weight before that of the bias, torch's own
+after it.
 
 A model does not say which weights are those of linear layers. Where all matrices may
 be, they are taken to be; where one cannot be (a convolution, a matrix that its bias
@@ -12,10 +14,13 @@ low.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import final
 
+from bigmodel.backends.deepspeed.modules import full_name
 from bigmodel.backends.walk import Step
+from bigmodel.models import Gradient
 from bigmodel.simulator import Holdings, Program
 from bigmodel.simulator.segments import HOLDER
 
@@ -38,6 +43,44 @@ def without_weight_copies(program: Program, steps: Sequence[Step]) -> Program:
         for task in program.tasks
     )
     return replace(program, tasks=tasks)
+
+
+@final
+class LinearOrder:
+    """Puts gradients that are complete into the order of the replacement.
+
+    A bias waits for its weight. Nothing is computed between the two.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, int] = {}
+        self._seen: set[str] = set()
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        self._waiting.clear()
+        self._seen.clear()
+
+    def turn(self, step: Step, gradients: Iterable[Gradient]) -> Iterator[int]:
+        """Yield the elements of the gradients whose turn has come.
+
+        Args:
+            step: The unit that they belong to.
+            gradients: In torch's order.
+        """
+        shapes = {param.name: param.shape for param in step.owned if param.trainable}
+        for gradient in gradients:
+            size, name = gradient.elements, full_name(step, gradient.param)
+            sibling = gradient.param.removesuffix("bias") + "weight"
+            weight = full_name(step, sibling)
+            is_first = weight != name and weight not in self._seen
+            if is_first and shapes.get(sibling, ())[:-1] == (size,):
+                self._waiting[weight] = size
+                continue
+            self._seen.add(name)
+            yield size
+            if name in self._waiting:
+                yield self._waiting.pop(name)
 
 
 def _may_be_linear(step: Step) -> bool:
