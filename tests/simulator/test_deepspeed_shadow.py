@@ -357,7 +357,7 @@ def test_shadow_needs_no_torch():
 
 
 def test_a_linear_layer_hands_on_its_weight_first_under_stage_3() -> None:
-    """A linear layer of torch does so after its bias, which decides when a bucket is full."""
+    """Elsewhere after its bias: it decides when a bucket is full."""
     (step,) = steps_of(plan(3), MODEL.sequence[:1])
     bias, weight = Gradient("bias", WIDTH), Gradient("weight", WIDTH * WIDTH)
     order = LinearOrder()
