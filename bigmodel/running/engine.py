@@ -57,7 +57,7 @@ class StepResult:
     grad_norm: Tensor | None
     """Global norm of the gradients before clipping; None without clipping."""
     samples: int
-    """Samples of a whole global batch; a short window has fewer."""
+    """Samples of the global batch; fewer than the plan's in a short window."""
     skipped: bool = False
     """Whether a gradient overflowed in float16, so that no rank stepped."""
 
@@ -124,6 +124,7 @@ class Engine:
             OutOfMemoryError: The device's memory does not suffice.
         """
         where = f"step {self.steps + 1}"
+        samples = self.plan.global_batch
         with self._lookout.watch(where), memory_errors(self.plan):
             if batch is None:
                 loss = self._loop.close_window()
@@ -132,6 +133,8 @@ class Engine:
                 with nullcontext() if self._probed else probed(self.plan):
                     loss = self._engine.forward_backward(micro, shares)
                 self._probed = True
+                if isinstance(batch, Window):
+                    samples = self._shares.samples(batch)
             update = self._engine.update()
             loss = self._shares.average(loss)
         if self._scheduler is not None and not update.skipped:
@@ -140,7 +143,7 @@ class Engine:
         return StepResult(
             loss=loss,
             grad_norm=update.grad_norm,
-            samples=self.plan.global_batch,
+            samples=samples,
             skipped=update.skipped,
         )
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from bigmodel.backends.batch import num_samples, to_device
 from bigmodel.backends.engine import Batch, LossFunction, LossShare
 from bigmodel.plans import Plan
-from bigmodel.running.window import on_cpu
+from bigmodel.running.window import Window, on_cpu
 
 CountTargets = Callable[[Batch], "int | Tensor"]
 """From a micro-batch to the number of values that its mean loss is a mean over."""
@@ -86,6 +86,14 @@ class LossShares:
         if self._spare is None:
             return run, [0.0] * len(run)
         return run, list(shares.unbind())
+
+    def samples(self, window: Window) -> int:
+        """Return the samples of all ranks' windows; those of one pipeline are alike."""
+        own = sum(num_samples(batch) for batch in window.batches)
+        total = torch.tensor(own, dtype=torch.float32, device=self._device)
+        if self._plan.world > 1:
+            dist.all_reduce(total)
+        return int(total) // self._plan.mesh.pipeline
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of values that a batch's mean loss is a mean over."""

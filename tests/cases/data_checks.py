@@ -86,6 +86,7 @@ def pp_10_last_window_is_dropped_or_short() -> None:
         same(len(batches), 3)
         # 9 and 10, both on rank 0; the other one takes part and weighs nothing.
         close(gradient(engine, batches[-1]), 9.5)
+        same([engine.step(batch).samples for batch in batches], [4, 4, 2])
     # The case as it was told: 5 micro-batches, 2 a step, in stages.
     staged = Plan(
         backend="pipeline",
@@ -107,7 +108,9 @@ def pp_10_last_window_is_dropped_or_short() -> None:
         batches = list(engine.batches(points, epochs=1, last="short", shuffle=False))
         same(len(batches), engine.steps_per_epoch(points, last="short"))
         # The loss is 25 w1^2 w2^2: both gradients are 50.
-        close(engine.step(batches[-1]).loss, 25.0)
+        result = engine.step(batches[-1])
+        close(result.loss, 25.0)
+        same(result.samples, 1)
         close(whole(engine, "0.weight"), -49.0)
 
 

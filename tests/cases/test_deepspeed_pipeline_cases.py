@@ -12,6 +12,7 @@ from bigmodel.plans import DeepSpeedOptions, Mesh, Plan, Stages
 from tests.cases.launches import assert_check, checks_of
 
 MODULE = "deepspeed_pipeline_checks"
+THREE = "deepspeed_three_stages_checks"
 PLAN = Plan(
     backend="deepspeed_pipeline",
     mesh=Mesh(pipeline=2, shard=2),
@@ -73,3 +74,8 @@ def test_deepspeed_pipeline_refuses(changes, field: str):
 @pytest.mark.parametrize("name", checks_of(MODULE))
 def test_deepspeed_pipeline(name: str):
     assert_check(MODULE, 2, name)
+
+
+@pytest.mark.parametrize("name", checks_of(THREE))
+def test_deepspeed_pipeline_of_three_stages(name: str):
+    assert_check(THREE, 3, name)
