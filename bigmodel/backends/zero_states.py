@@ -70,8 +70,10 @@ class States:
         if not num_bytes:
             return
         builder = self._builder
+        # A step may begin with it: its first weights come from elsewhere.
+        before = (builder.last,) if builder.last >= 0 else ()
         task = builder.add(
-            Task(label=label, stream="host", seconds=seconds, after=(builder.last,))
+            Task(label=label, stream="host", seconds=seconds, after=before)
         )
         builder.add(Task(label=f"wait for {label}", after=(task,)))
 

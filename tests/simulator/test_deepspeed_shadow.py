@@ -387,3 +387,10 @@ def test_gradients_too_large_for_the_bucket_stay_until_their_shards_are_stepped_
     assert total(norm.surge) == weight // 2 * (4 + 8)
     large = [t for t in dropped if t.label == "drop large gradients"]
     assert large[0].change == ((GRADIENTS, -weight * 2),)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_a_step_may_begin_with_weights_that_come_from_elsewhere(tier: str) -> None:
+    away = plan(3, offload=Offload(parameters=tier, optimizer=tier, folder="/scratch"))
+    (timeline,) = simulate(programs(away, Costs(MODEL, CLUSTER), 2))
+    assert timeline.seconds > 0
