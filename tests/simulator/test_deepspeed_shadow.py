@@ -360,7 +360,7 @@ def test_a_linear_layer_hands_on_its_weight_first_under_stage_3() -> None:
     """Elsewhere after its bias: it decides when a bucket is full."""
     (step,) = steps_of(plan(3), MODEL.sequence[:1])
     bias, weight = Gradient("bias", WIDTH), Gradient("weight", WIDTH * WIDTH)
-    order = LinearOrder()
+    order = LinearOrder([step])
     order.begin()
     assert list(order.turn(step, [bias])) == []
     assert list(order.turn(step, [weight])) == [WIDTH * WIDTH, WIDTH]

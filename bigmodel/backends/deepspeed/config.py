@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bigmodel.backends.deepspeed.disk import state_buffers
+from bigmodel.backends.deepspeed.gathering import limits_of
 from bigmodel.backends.zero_types import (
     accumulation_type,
     communication_type,
@@ -15,11 +16,6 @@ from bigmodel.plans import Plan
 
 _NEVER = 1_000_000_000
 """Steps between two prints of DeepSpeed; it has no way to switch them off."""
-_AHEAD = (
-    "stage3_prefetch_bucket_size",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-)
 _TIER = {"cpu": "cpu", "disk": "nvme"}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -76,11 +72,12 @@ def _zero(plan: Plan) -> dict[str, Any]:
         "contiguous_gradients": True,
     }
     if plan.zero_stage == 3:
+        limits = limits_of(plan)
         zero |= {
-            "stage3_prefetch_bucket_size": options.prefetch_bucket_size,
+            "stage3_prefetch_bucket_size": limits.prefetch,
             "stage3_param_persistence_threshold": options.param_persistence_threshold,
-            "stage3_max_live_parameters": options.max_live_parameters,
-            "stage3_max_reuse_distance": options.max_reuse_distance,
+            "stage3_max_live_parameters": limits.live,
+            "stage3_max_reuse_distance": limits.reuse,
             "sub_group_size": options.sub_group_size,
             "zero_hpz_partition_size": options.zero_hpz_partition_size,
             "zero_quantized_weights": options.zero_quantized_weights,
@@ -101,8 +98,6 @@ def _zero(plan: Plan) -> dict[str, Any]:
     if plan.offload.parameters == "disk":
         # Otherwise the first 1e9 elements would stay in memory.
         zero["offload_param"]["max_in_cpu"] = 0
-        # What is gathered takes a buffer for each shard: one module at a time.
-        zero |= dict.fromkeys(_AHEAD, 0)
     return zero
 
 

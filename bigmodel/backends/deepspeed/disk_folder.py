@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigmodel.backends.deepspeed.disk import is_swapped, shard_buffers, state_buffers
+from bigmodel.backends.fresh_states import make_states
 from bigmodel.backends.optimizers import rebuild
 from bigmodel.errors import UsageError
 from bigmodel.plans import Plan
@@ -94,14 +95,8 @@ class DiskFolder:
 def _states(optimizer: torch.optim.Optimizer) -> int:
     """Return how many tensors an optimizer keeps of each parameter, by trying it."""
     param = nn.Parameter(torch.zeros(2))
-    param.grad = torch.zeros_like(param)
-    settings = {
-        key: value
-        for key, value in optimizer.param_groups[0].items()
-        if key != "params"
-    }
-    trial = rebuild(optimizer, [{**settings, "params": [param]}])
-    trial.step()
+    trial = rebuild(optimizer, [{**optimizer.param_groups[0], "params": [param]}])
+    make_states(trial, [param])
     return sum(
         isinstance(value, Tensor) and value.shape == param.shape
         for value in trial.state[param].values()

@@ -52,7 +52,7 @@ class DeepSpeedEngine(AbstractWholeModelEngine):
         model.to(job.device)
         self._optimizer = build_optimizer(job.optimizer, trainable(model))
         config = deepspeed_config(plan, job.clip_norm)
-        if "disk" in (plan.offload.parameters, plan.offload.optimizer):
+        if plan.offload.uses_disk:
             self._disk = DiskFolder(plan)
             self._disk.complete(config, model, self._optimizer)
         if plan.deepspeed.find_unused:

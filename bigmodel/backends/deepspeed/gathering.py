@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+from bigmodel.plans import Plan
+
 PREFETCH = 50_000_000
 """`prefetch_bucket_size`, `runtime/zero/config.py`."""
 MAX_LIVE = 1_000_000_000
@@ -88,6 +90,22 @@ class Limits:
 
 
 _DEFAULT = Limits()
+
+
+def limits_of(plan: Plan) -> Limits:
+    """Return the limits of a plan.
+
+    Of weights on a disk nothing is gathered ahead or kept for later: each gathered
+    shard takes one of a fixed number of buffers.
+    """
+    if plan.offload.parameters == "disk":
+        return Limits(prefetch=0, live=0, reuse=0)
+    options = plan.deepspeed
+    return Limits(
+        prefetch=options.prefetch_bucket_size,
+        live=options.max_live_parameters,
+        reuse=options.max_reuse_distance,
+    )
 
 
 class Coordinator:

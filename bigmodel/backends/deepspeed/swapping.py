@@ -14,6 +14,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from bigmodel.plans import Plan
+
 
 @final
 class Swapping:
@@ -21,16 +23,16 @@ class Swapping:
 
     Args:
         zero: DeepSpeed's optimizer.
+        plan: The plan.
     """
 
-    def __init__(self, zero: Any) -> None:
+    def __init__(self, zero: Any, plan: Plan) -> None:
         self._zero = zero
+        self._swaps = plan.offload.optimizer == "disk"
 
     def has_states(self, index: int) -> bool:
         """Say whether masters and states of a sub-group are on the disk."""
-        # Stages 1 and 2 know no disk.
-        swaps = getattr(self._zero, "swap_optimizer", False)
-        return swaps and self._zero._swappable_optimizer_subgroup(index)
+        return self._swaps and self._zero._swappable_optimizer_subgroup(index)
 
     @contextmanager
     def states(self, index: int, *, write: bool) -> Iterator[None]:
@@ -59,7 +61,9 @@ def has_weight(param: Any) -> bool:
 
 
 def read_weight(param: Any) -> Tensor:
-    """Return the shard of a parameter that is on the disk."""
+    """Return the shard of a parameter: its memory, or a copy of what is on the disk."""
+    if not has_weight(param):
+        return param.ds_tensor.detach().view(-1)
     swapper = param.nvme_swapper
     swapper.swap_in([param], async_op=False)
     shard = param.ds_tensor.detach().view(-1).clone()
@@ -68,10 +72,10 @@ def read_weight(param: Any) -> Tensor:
 
 
 @torch.no_grad()
-def write_weight(param: Any, shard: Tensor) -> None:
-    """Write the shard of a parameter that is on the disk."""
+def write_weight(param: Any, values: Tensor) -> None:
+    """Write the shard of a parameter that is on the disk, all but its padding."""
     swapper = param.nvme_swapper
     swapper.swap_in([param], async_op=False)
-    param.ds_tensor.view(-1).copy_(shard)
+    param.ds_tensor.view(-1)[: values.numel()] = values
     # Waits for the write, and gives the buffer back.
     swapper._swap_out([param], async_op=False)

@@ -137,8 +137,6 @@ class Tiers:
 
     def hold_shard_buffers(self, modules: Iterable[int], embeddings: int) -> None:
         """Hold the buffers of weights on a disk; see `disk.shard_buffers`."""
-        if self._plan.offload.parameters != "disk":
-            return
         shares, width = self._shares, self._width
         largest = max(shares.shards, default=0)
         count = shard_buffers(modules, embeddings)

@@ -49,7 +49,7 @@ class _Range:
     """Where they begin in the flattened parameter."""
     group: Mapping[str, Any]
     """Settings of the optimizer for it."""
-    swapped: bool = False
+    swapped: bool
     """Whether its memory is a buffer of what is on a disk."""
 
     def of(self, flat: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class WholeState:
         self._zero = engine.optimizer
         self._model = model
         self._sharded = plan.zero_stage == 3
-        self._swapping = Swapping(engine.optimizer)
+        self._swapping = Swapping(engine.optimizer, plan)
         self._scaled = plan.number_format.scaled
         self._trained = trainable(model)
 
@@ -90,12 +90,12 @@ class WholeState:
         """
         optimizer: dict[str, Any] = {}
         model = self._untrained()
-        for index, names in self._groups().items():
-            made = self._lacks_states(index)
+        for index, names in enumerate(self._groups()):
+            made = self._flat(index) not in self._zero.optimizer.state
             with self._swapping.states(index, write=made):
                 self._make_states(index)
                 for name in names:
-                    found = self._range(self._trained[name])
+                    found = self._range(self._trained[name], index)
                     model[name] = self._add(name, found, optimizer)
         return {"model": model, "optimizer": optimizer, "loss_scale": self._scale()}
 
@@ -115,10 +115,10 @@ class WholeState:
         if self._sharded:
             self._zero.checkpoint_event_prologue()
             self._write_untrained(state["model"])
-        for index, names in self._groups().items():
+        for index, names in enumerate(self._groups()):
             with self._swapping.states(index, write=True):
                 for name in names:
-                    self._take(name, state)
+                    self._take(name, index, state)
                 if self._sharded:
                     self._zero._reassign_or_swap_out_partitioned_parameters(index)
         if state["loss_scale"]:
@@ -132,8 +132,8 @@ class WholeState:
         else:
             self._zero.update_lp_params()
 
-    def _take(self, name: str, state: State) -> None:
-        found = self._range(self._trained[name])
+    def _take(self, name: str, index: int, state: State) -> None:
+        found = self._range(self._trained[name], index)
         settings: Any = found.group
         for setting in list(settings):
             key = f"param_groups.{name}.{setting}"
@@ -152,15 +152,12 @@ class WholeState:
                 read = state["optimizer"][f"state.{name}.{key}"]
                 found.of(value).copy_(read.values)
 
-    def _groups(self) -> dict[int, list[str]]:
+    def _groups(self) -> list[list[str]]:
         """Return the names of trained parameters by sub-group, or group."""
         names = {id(param): name for name, param in self._trained.items()}
         zero = self._zero
         groups = zero.fp16_groups if self._sharded else zero.bit16_groups
-        return {
-            index: [names[id(param)] for param in several]
-            for index, several in enumerate(groups)
-        }
+        return [[names[id(param)] for param in several] for several in groups]
 
     def _untrained(self) -> dict[str, Any]:
         """Return frozen weights and buffers."""
@@ -170,8 +167,7 @@ class WholeState:
             if name not in self._trained
         }
         for name, param in self._frozen_shards().items():
-            on_disk = has_weight(param)
-            kept = read_weight(param) if on_disk else param.ds_tensor.detach().view(-1)
+            kept = read_weight(param)
             start = dist.get_rank() * kept.numel()
             count = max(0, min(kept.numel(), param.ds_numel - start))
             found[name] = FlatRange(kept[:count], param.ds_shape, start)
@@ -180,10 +176,7 @@ class WholeState:
     def _write_untrained(self, model: dict[str, Any]) -> None:
         for name, param in self._frozen_shards().items():
             if has_weight(param):
-                shard = read_weight(param)
-                values = model[name].values
-                shard[: values.numel()] = values
-                write_weight(param, shard)
+                write_weight(param, model[name].values)
 
     def _frozen_shards(self) -> dict[str, Any]:
         if not self._sharded:
@@ -194,38 +187,25 @@ class WholeState:
             if not param.requires_grad
         }
 
-    def _range(self, param: nn.Parameter) -> _Range:
-        zero = self._zero
-        groups = zero.optimizer.param_groups
+    def _range(self, param: nn.Parameter, index: int) -> _Range:
         cut: Any = param
+        at = count = start = 0
         if self._sharded:
-            index, at, count = zero.grad_position[zero.get_param_id(param)]
+            _, at, count = self._zero.grad_position[self._zero.get_param_id(param)]
             start = dist.get_rank() * count
-            return _Range(
-                flat=zero.fp32_partitioned_groups_flat[index],
-                at=at,
-                count=max(0, min(count, cut.ds_numel - start)),
-                start=start,
-                group=groups[zero.sub_group_to_group_id[index]],
-                swapped=self._swapping.has_states(index),
-            )
-        mapping = cut._hp_mapping
-        if mapping is None:
-            # Other ranks keep all of it; what its group has in common is known here.
-            index = next(
-                index
-                for index, several in enumerate(zero.bit16_groups)
-                if any(other is param for other in several)
-            )
-            flat = zero.single_partition_of_fp32_groups[index]
-            return _Range(flat=flat, at=0, count=0, start=0, group=groups[index])
-        index = mapping.param_group_index
+            count = max(0, min(count, cut.ds_numel - start))
+        elif cut._hp_mapping is not None:
+            # Otherwise other ranks keep all of it.
+            at = cut._hp_mapping.hp_fragment_address.start
+            count = cut._hp_mapping.hp_fragment_address.numel
+            start = cut._hp_mapping.lp_fragment_address.start
         return _Range(
-            flat=zero.single_partition_of_fp32_groups[index],
-            at=mapping.hp_fragment_address.start,
-            count=mapping.hp_fragment_address.numel,
-            start=mapping.lp_fragment_address.start,
-            group=groups[index],
+            flat=self._flat(index),
+            at=at,
+            count=count,
+            start=start,
+            group=self._settings(index),
+            swapped=self._swapping.has_states(index),
         )
 
     def _flat(self, index: int) -> Tensor:
@@ -234,17 +214,19 @@ class WholeState:
             return zero.fp32_partitioned_groups_flat[index]
         return zero.single_partition_of_fp32_groups[index]
 
-    def _lacks_states(self, index: int) -> bool:
-        return self._flat(index) not in self._zero.optimizer.state
+    def _settings(self, index: int) -> dict[str, Any]:
+        """Return the optimizer's group of a sub-group, or group."""
+        zero = self._zero
+        if self._sharded:
+            index = zero.sub_group_to_group_id[index]
+        return zero.optimizer.param_groups[index]
 
     def _make_states(self, index: int) -> None:
         if not self._sharded:
             make_states(self._zero.optimizer, [self._flat(index)])
             return
         # DeepSpeed takes them out of the optimizer between steps.
-        group = self._zero.optimizer.param_groups[
-            self._zero.sub_group_to_group_id[index]
-        ]
+        group = self._settings(index)
         group["params"] = [self._flat(index)]
         make_states(self._zero.optimizer, group["params"])
         group["params"] = []

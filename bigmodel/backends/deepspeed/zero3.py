@@ -31,9 +31,9 @@ from bigmodel.backends.deepspeed.disk import is_swapped
 from bigmodel.backends.deepspeed.gathering import (
     Coordinator,
     Event,
-    Limits,
     Visit,
     Weight,
+    limits_of,
 )
 from bigmodel.backends.deepspeed.modules import Module, full_name, modules_of
 from bigmodel.backends.deepspeed.shares import padded, shares_of
@@ -101,7 +101,7 @@ class ShardedZero(AbstractPart):
         builder.hold(GATHERED, sum(shares.persistent) * self._width)
         hold_inputs(builder, costs, plan, walk.steps)
         self._last = False
-        self._order = LinearOrder()
+        self._order = LinearOrder(walk.steps)
         self._at = 0
         self._near = plan.deepspeed.zero_hpz_partition_size
         self._near_group = group(costs.cluster, self._near)
@@ -322,7 +322,8 @@ class ShardedZero(AbstractPart):
         }
         if self._ranks == 1:
             weights = {}
-        self._hold_shard_buffers(weights, modules)
+        if self._plan.offload.parameters == "disk":
+            self._hold_shard_buffers(weights, modules)
         # No gradient leaves the first module, nor those that embed integers.
         last = max((i for i, (_, module) in enumerate(order) if module), default=0)
         unhooked = {last} | {
@@ -330,22 +331,12 @@ class ShardedZero(AbstractPart):
             for i, (visit, _) in enumerate(order)
             if visit >= len(steps) and steps[visited[visit]].placed.role == "before"
         }
-        coordinator = Coordinator(weights, order, unhooked, self._limits())
+        coordinator = Coordinator(weights, order, unhooked, limits_of(self._plan))
         visits = coordinator.visits(len(visited))
         self._leftovers = coordinator.leftovers * self._width
         self._leftovers_anew = coordinator.leftovers_anew
         return dict(zip(visited[: len(steps)], visits, strict=False)), dict(
             zip(visited[len(steps) :], visits[len(steps) :], strict=True)
-        )
-
-    def _limits(self) -> Limits:
-        if self._plan.offload.parameters == "disk":
-            return Limits(prefetch=0, live=0, reuse=0)
-        options = self._plan.deepspeed
-        return Limits(
-            prefetch=options.prefetch_bucket_size,
-            live=options.max_live_parameters,
-            reuse=options.max_reuse_distance,
         )
 
     def _hold_shard_buffers(

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import final
 
-from bigmodel.backends.deepspeed.modules import full_name
-from bigmodel.backends.walk import Step
+from bigmodel.backends.walk import Step, gradient_name
 from bigmodel.models import Gradient
 from bigmodel.simulator import Holdings, Program
 from bigmodel.simulator.segments import HOLDER
@@ -50,9 +49,13 @@ class LinearOrder:
     """Puts gradients that are complete into the order of the replacement.
 
     A bias waits for its weight. Nothing is computed between the two.
+
+    Args:
+        steps: The units whose gradients they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._weight_of = dict(pair for step in steps for pair in _pairs(step))
         self._waiting: dict[str, int] = {}
         self._seen: set[str] = set()
 
@@ -68,19 +71,25 @@ class LinearOrder:
             step: The unit that they belong to.
             gradients: In torch's order.
         """
-        shapes = {param.name: param.shape for param in step.owned if param.trainable}
         for gradient in gradients:
-            size, name = gradient.elements, full_name(step, gradient.param)
-            sibling = gradient.param.removesuffix("bias") + "weight"
-            weight = full_name(step, sibling)
-            is_first = weight != name and weight not in self._seen
-            if is_first and shapes.get(sibling, ())[:-1] == (size,):
-                self._waiting[weight] = size
+            name = gradient_name(step.placed, gradient)
+            weight = self._weight_of.get(name)
+            if weight is not None and weight not in self._seen:
+                self._waiting[weight] = gradient.elements
                 continue
             self._seen.add(name)
-            yield size
+            yield gradient.elements
             if name in self._waiting:
                 yield self._waiting.pop(name)
+
+
+def _pairs(step: Step) -> Iterator[tuple[str, str]]:
+    """Yield the biases of what may be linear layers, each with its weight."""
+    trained = {param.name: param for param in step.owned if param.trainable}
+    for name, bias in trained.items():
+        weight = trained.get(name.removesuffix("bias") + "weight")
+        if weight is not None and weight.shape[:-1] == (bias.elements,):
+            yield step.full_name(bias), step.full_name(weight)
 
 
 def _may_be_linear(step: Step) -> bool:

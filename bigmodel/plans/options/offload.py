@@ -26,6 +26,11 @@ class Offload:
     folder: str = ""
     """Folder of the disk tier, on every machine."""
 
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything is kept on a disk."""
+        return "disk" in (self.parameters, self.optimizer)
+
     def violations(self) -> Iterator[Violation]:
         """Yield what can never be right."""
         for name in ("parameters", "optimizer", "activations"):
@@ -36,8 +41,7 @@ class Offload:
                 got="disk",
                 rule="activations are kept on the device or in the CPU's memory",
             )
-        needs_folder = "disk" in (self.parameters, self.optimizer)
-        if needs_folder and not self.folder:
+        if self.uses_disk and not self.folder:
             yield Violation(
                 field="offload.folder",
                 got="",
