@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
@@ -26,7 +26,7 @@ from pathlib import Path
 import bigmodel
 from benchmarks.memory_accuracy import cases as matrix
 from bigmodel.clusters import Cluster, Device, Link, Node
-from bigmodel.plans import Plan, Precision
+from bigmodel.plans import Precision
 from bigmodel.search import predict
 from bigmodel.simulator import Costs
 from bigmodel.units import GIB, MIB
@@ -61,7 +61,6 @@ class Row:
     emptiest: int
     """Of the emptiest one."""
     predicted: int
-    drift: int
 
     @property
     def error(self) -> float:
@@ -93,15 +92,6 @@ def costs_of(model: str, precision: Precision) -> Costs:
     return Costs(spec, CLUSTER)
 
 
-def _fullest(plan: Plan) -> Callable[[Iterable[int]], int]:
-    """Return how to read the fullest rank's peak off those of a stage.
-
-    Ranks differ only under DeepSpeed's stages 1 and 2. Elsewhere all do the same, and
-    as a free that was not recorded only ever adds, the least recording is right.
-    """
-    return max if plan.zero_stage in (1, 2) else min
-
-
 def compare(ranks: list[dict], *, quick: bool, only: Sequence[str] = ()) -> list[Row]:
     rows = []
     for case in matrix.cases(quick=quick, only=only):
@@ -114,10 +104,9 @@ def compare(ranks: list[dict], *, quick: bool, only: Sequence[str] = ()) -> list
                 case=case.name,
                 backend=case.plan.backend,
                 stage=stage,
-                measured=_fullest(case.plan)(memory["peak"] for memory in found),
+                measured=max(memory["peak"] for memory in found),
                 emptiest=min(memory["peak"] for memory in found),
                 predicted=estimate.ranks[stage].allocated,
-                drift=max(memory["drift"] for memory in found),
             )
             for stage, found in enumerate(stages)
         ]
@@ -136,7 +125,6 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
             "median": statistics.median(abs(row.error) for row in group),
             "maximum": max(abs(row.error) for row in group),
             "deepest_under_estimate": min(0.0, *(row.error for row in group)),
-            "drifted": sum(row.drift > 0 for row in group),
         }
         for name, group in groups.items()
     }
@@ -145,9 +133,9 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
 def show(rows: list[Row]) -> None:
     print(f"{'case':40} {'stage':>5} {'measured':>12} {'predicted':>12} {'error':>8}")
     for row in rows:
-        note = f"  the recording drifted by {row.drift} B" if row.drift else ""
+        note = ""
         if row.emptiest < 0.99 * row.measured:
-            note += f"  emptiest rank {row.emptiest / MIB:.3f} MiB"
+            note = f"  emptiest rank {row.emptiest / MIB:.3f} MiB"
         print(
             f"{row.case:40} {row.stage:>5} {row.measured / MIB:>8.3f} MiB "
             f"{row.predicted / MIB:>8.3f} MiB {row.error:>+8.2%}{note}"

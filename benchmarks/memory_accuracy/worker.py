@@ -34,7 +34,7 @@ def main() -> None:
         memory = measure_memory(
             partial(make, case),
             lambda engine, make=batch, n=samples: make(n),
-            steps=3 + late * case.plan.ddp.powersgd_start,
+            steps=6 + 2 * late * case.plan.ddp.powersgd_start,
         )
         measured[case.name] = asdict(memory)
         if dist.get_rank() == 0:

@@ -158,16 +158,16 @@ class Replica(AbstractPart):
     def step(self) -> None:
         """Write the optimizer's step."""
         builder, plan = self._builder, self._plan
-        sizes = [p.elements for p in self._trained]
-        self._sums.finish(sizes, in_bucket=not self._own_gradients)
+        trained = [param.elements for param in self._trained]
+        self._sums.finish(trained, in_bucket=not self._own_gradients)
         if self._sums.in_fp32 and self._bucketed:
             builder.allocate(GRADIENTS, -self._own_gradients, "drop half gradients")
-        largest = max((p.elements for p in self._stepped), default=0)
+        stepped = [param.elements for param in self._stepped]
         builder.add(
             Task(
                 label="optimizer step",
                 seconds=step_seconds(plan, self._costs, self._own),
-                surge=((STEP, step_surge(plan, self._costs, self._own, largest)),),
+                surge=((STEP, step_surge(plan, self._costs, stepped)),),
             )
         )
         if self._own < self._elements:

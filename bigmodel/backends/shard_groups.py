@@ -39,6 +39,8 @@ class Partition:
     """The group of every unit on the rank; None where the unit has none of its own."""
     whole: tuple[Param, ...]
     """Parameters that the plan leaves out of sharding."""
+    stepped: tuple[int, ...]
+    """Elements of what the fullest rank trains of every parameter, in their order."""
 
     @property
     def groups(self) -> tuple[ShardGroup, ...]:
@@ -52,11 +54,14 @@ def partition(plan: Plan, steps: Iterable[Step]) -> Partition:
     outside: list[Param] = []
     whole: list[Param] = []
     blocks: list[ShardGroup | None] = []
+    stepped: list[int] = []
     for step in steps:
         inside: list[Param] = []
         for param in step.owned:
             ignored = is_ignored(full_name(step.placed, param.name), paths)
             (whole if ignored else inside).append(param)
+            if param.trainable:
+                stepped.append(param.elements if ignored else _shard(param, ranks))
         if step.placed.role != "block":
             outside += inside
             inside = []
@@ -65,6 +70,7 @@ def partition(plan: Plan, steps: Iterable[Step]) -> Partition:
         root=_group("(root)", outside, ranks),
         blocks=tuple(blocks),
         whole=tuple(whole),
+        stepped=tuple(stepped),
     )
 
 
@@ -82,9 +88,7 @@ def _group(label: str, params: Iterable[Param], ranks: int) -> ShardGroup:
     padded = {True: 0, False: 0}
     gradients = largest = 0
     for param in params:
-        rows = param.shape[0] if param.shape else 1
-        row = param.elements // max(rows, 1)
-        padded[param.trainable] += ceil(rows / ranks) * ranks * row
+        padded[param.trainable] += _shard(param, ranks) * ranks
         gradients += param.elements if param.trainable else 0
         largest = max(largest, param.elements)
     return ShardGroup(
@@ -94,3 +98,9 @@ def _group(label: str, params: Iterable[Param], ranks: int) -> ShardGroup:
         gradients=gradients,
         largest=largest,
     )
+
+
+def _shard(param: Param, ranks: int) -> int:
+    """Return the elements of the largest shard, and with padding of every one."""
+    rows = param.shape[0] if param.shape else 1
+    return ceil(rows / ranks) * (param.elements // max(rows, 1))

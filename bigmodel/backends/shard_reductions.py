@@ -65,9 +65,7 @@ class Reductions:
         """Trained parameters that are left out of sharding."""
         self.shards = sum(unit.trained for unit in parts.groups) / self._ranks
         """Elements of trained shards on this rank."""
-        sharded = max((unit.largest for unit in parts.groups), default=0)
-        kept = max((p.elements for p in parts.whole), default=0)
-        self._largest = max(-(-sharded // self._ranks), kept)
+        self._stepped = parts.stepped
         self._reducing = 0
         self._held = 0
         self._partial = False
@@ -84,19 +82,29 @@ class Reductions:
         """Free a whole gradient that has been added to the one before."""
         self._builder.allocate(GRADIENTS, -elements * self._width, "add up gradients")
 
-    def accumulate(self, unit: ShardGroup) -> None:
-        """Keep whole gradients, in the reduce type."""
+    def accumulate(self, unit: ShardGroup, *, keep: bool) -> None:
+        """Add whole gradients to those before, in the reduce type.
+
+        Args:
+            unit: Whose gradients.
+            keep: Whether they stay whole for a later micro-batch.
+        """
         if self.in_place:
             return
-        made, kept = unit.gradients * self._width, unit.gradients * self._reduce_width
-        if unit.label not in self._accumulated:
+        kept = unit.gradients * self._reduce_width
+        if unit.label in self._accumulated:
+            self._cast(unit)
+        elif keep:
             label = f"gradients to fp32 {unit.label}"
             self._builder.allocate(GRADIENTS, kept, label)
+            self._accumulated.add(unit.label)
+        else:
+            return
+        made = unit.gradients * self._width
         self._free(GRADIENTS, made, f"drop half gradients {unit.label}")
-        self._accumulated.add(unit.label)
 
     def reduce(self, unit: ShardGroup, *, last: bool) -> None:
-        """Reduce a group's gradients to shards."""
+        """Reduce a group's gradients, or the sum that they were added to, to shards."""
         size = unit.trained * self._reduce_width
         if not size:
             return
@@ -104,12 +112,11 @@ class Reductions:
         computed = self._builder.allocate(
             BUCKETS, size, f"reduce-scatter input {unit.label}"
         )
-        made = unit.gradients * self._width
-        if unit.label in self._accumulated:
-            # The sum of the micro-batches before, in the reduce type, goes as well.
-            made += unit.gradients * self._reduce_width
-            self._accumulated.discard(unit.label)
-        self._free(GRADIENTS, made, f"copied gradients {unit.label}")
+        added = unit.label in self._accumulated
+        width = self._reduce_width if added else self._width
+        self._accumulated.discard(unit.label)
+        label = f"copied gradients {unit.label}"
+        self._free(GRADIENTS, unit.gradients * width, label)
         self._reducing = size
         self._tasks.append(self._reduce_scatter(unit, size, computed, last))
 
@@ -146,7 +153,7 @@ class Reductions:
             self._step_on_host()
             return
         trained = self.shards + self.whole
-        surge = step_surge(self._plan, self._costs, trained, self._largest)
+        surge = step_surge(self._plan, self._costs, self._stepped)
         self._builder.add(
             Task(
                 label="optimizer step",
@@ -211,6 +218,15 @@ class Reductions:
         self._held += held
         kept = 0 if self._offloads else whole
         return kept - (sent if self._partial else 0), held
+
+    def _cast(self, unit: ShardGroup) -> None:
+        """Write what adding 16-bit gradients to sums in fp32 takes on a CPU.
+
+        torch 2.13 casts an operand there before it adds; CUDA's kernels as they read.
+        """
+        if self._costs.cluster.device.kind == "cpu":
+            surge = ((GRADIENTS, unit.largest * self._reduce_width),)
+            self._builder.add(Task(label=f"cast gradients {unit.label}", surge=surge))
 
     def _step_on_host(self) -> None:
         step = self._builder.add(

@@ -126,12 +126,11 @@ class Shards(AbstractPart):
         unit = self._parts.root if at == ROOT else self._parts.blocks[at]
         if unit is None:
             return
+        self._reductions.accumulate(unit, keep=not reduce)
         if reduce or not self._stays_gathered:
             self._gathers.reshard(at)
         if reduce:
             self._reductions.reduce(unit, last=last)
-        else:
-            self._reductions.accumulate(unit)
 
     def _add_up(self, gradients: tuple[Gradient, ...], task: int) -> None:
         """Free gradients that were added to those of the micro-batches before."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bigmodel.backends.kept_inputs import KeptInputs
 from bigmodel.models import OPTIMIZERS, Gradient, Param, Placed, Unit
@@ -166,19 +167,22 @@ def optimizer_state_bytes(plan: Plan, elements: float) -> int:
     return int(OPTIMIZERS.get(plan.optimizer).states * elements * 4)
 
 
-def step_surge(plan: Plan, costs: Costs, elements: float, largest: float) -> int:
+def step_surge(plan: Plan, costs: Costs, sizes: Sequence[float]) -> int:
     """Return the bytes that an optimizer's step holds for a moment.
 
     Args:
         plan: Names the optimizer.
         costs: Says which device; CUDA takes the foreach form.
-        elements: Parameters that this rank steps.
-        largest: Elements of the largest one.
+        sizes: Elements of the parameters that this rank steps, in the step's order.
     """
     row = OPTIMIZERS.get(plan.optimizer)
     if costs.cluster.device.kind == "cuda":
-        return int(row.foreach_copies * elements * 4)
-    return int(row.loop_copies * largest * 4)
+        return int(row.foreach_copies * sum(sizes) * 4)
+    held = (
+        row.loop_copies * size + row.loop_keeps * before
+        for before, size in pairwise((0, *sizes))
+    )
+    return int(max(held, default=0) * 4)
 
 
 def step_seconds(plan: Plan, costs: Costs, elements: float) -> float:

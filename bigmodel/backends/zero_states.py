@@ -81,7 +81,7 @@ class States:
         """Write the optimizer's step over one flat parameter."""
         plan, costs, builder = self._plan, self._costs, self._builder
         if not (self.offloaded and self.apart):
-            surge = step_surge(plan, costs, elements, elements)
+            surge = step_surge(plan, costs, [elements])
             builder.add(
                 Task(
                     label="optimizer step",

@@ -1,23 +1,26 @@
 """Measuring allocated bytes on the CPU exactly, from the allocator's own events.
 
-torch's profiler reports every allocation and free of the CPU allocator with its signed
-size, buffers made in C++ by DDP and autograd included. Their running sum is what
-`torch.cuda.memory_allocated` would be on a GPU.
+torch's profiler reports every allocation and free of the CPU allocator, buffers made in
+C++ by DDP and autograd included, with the allocator's total after it. That total is
+what `torch.cuda.memory_allocated` would be on a GPU.
 
 [Note: Frees on gloo's threads]
 The profiler sees the thread that records. A thread of gloo holds the tensors of a
 collective a moment longer than the one that waits for it, and when it is the last to
-let go, the free is not reported and the sum drifts upwards. While recording, every wait
-is followed by a short sleep, in which gloo's thread lets go first. Compare the ends of
-two steps to see whether that was long enough.
+let go, that free is not an event of its own. The allocator's total knows of it when it
+keeps count for every thread, which is a flag of torch's C++ library that no Python call
+sets; so it is set by its symbol. While recording, every wait is followed by a short
+sleep, in which gloo's thread lets go first: on a GPU nothing is held so long.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "bigmodel.phase:"
 _SETTLING_SECONDS = 0.002
+_COUNT_EVERY_THREAD = "FLAGS_caffe2_report_cpu_memory_usage"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,7 @@ def record_phases(run: Callable[[], None]) -> tuple[PhaseMemory, ...]:
     """
     with (
         _settled_collectives(),
+        _every_thread_counted(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         run()
@@ -62,19 +67,46 @@ def record_phases(run: Callable[[], None]) -> tuple[PhaseMemory, ...]:
         torch.cuda.synchronize()
     # No public part of torch; its annotations lack what is read here.
     results: Any = getattr(profiler.profiler, "kineto_results", None)
-    changes: list[tuple[int, int]] = []
+    totals: list[tuple[int, int]] = []
     marks: list[tuple[int, int, str]] = []
-    for event in results.events():
-        if event.name() == "[memory]":
-            changes.append((event.start_ns(), event.nbytes()))
-        elif event.name().startswith(_MARK):
-            start = event.start_ns()
-            end = start + event.duration_ns()
-            marks.append((start, end, event.name().removeprefix(_MARK)))
-    changes.sort(key=lambda change: change[0])
-    return tuple(
-        _phase(name, start, end, changes) for start, end, name in sorted(marks)
-    )
+    before: int | None = None
+    for event in _walk(results.experimental_event_tree()):
+        if event.name == "[memory]":
+            found = event.extra_fields
+            if before is None:
+                before = found.total_allocated - found.alloc_size
+            totals.append((event.start_time_ns, found.total_allocated - before))
+        elif event.name.startswith(_MARK):
+            name = event.name.removeprefix(_MARK)
+            marks.append((event.start_time_ns, event.end_time_ns, name))
+    return tuple(_phase(name, start, end, totals) for start, end, name in sorted(marks))
+
+
+def _walk(events: Iterable[Any]) -> Iterator[Any]:
+    """Yield events in the order in which they began."""
+    waiting = list(events)
+    found = []
+    while waiting:
+        event = waiting.pop()
+        found.append(event)
+        waiting.extend(event.children)
+    yield from sorted(found, key=lambda event: event.start_time_ns)
+
+
+@contextmanager
+def _every_thread_counted() -> Iterator[None]:
+    """Let the allocator keep its total for all threads, where torch has the flag."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    try:
+        flag = ctypes.c_bool.in_dll(library, _COUNT_EVERY_THREAD)
+    except ValueError:
+        yield
+        return
+    before, flag.value = flag.value, True
+    try:
+        yield
+    finally:
+        flag.value = before
 
 
 @contextmanager
@@ -104,16 +136,16 @@ def _settled_collectives() -> Iterator[None]:
 
 
 def _phase(
-    name: str, start: int, end: int, changes: list[tuple[int, int]]
+    name: str, start: int, end: int, totals: list[tuple[int, int]]
 ) -> PhaseMemory:
     live = at_start = 0
     peak: int | None = None
-    for moment, count in changes:
+    for moment, total in totals:
         if moment >= end:
             break
         if moment >= start and peak is None:
             at_start = peak = live
-        live += count
+        live = total
         if peak is not None:
             peak = max(peak, live)
     return PhaseMemory(

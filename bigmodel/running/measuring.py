@@ -12,53 +12,43 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from bigmodel.observe.allocations import phase, record_phases
 from bigmodel.running.session import Engine
 
-_ATTEMPTS = 3
-"""Recordings of a CPU run until one does not drift."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Allocated bytes of this rank in a steady optimizer step."""
+    """Allocated bytes of this rank in steady optimizer steps."""
 
     peak: int
     """`torch.cuda.max_memory_allocated`; on the CPU the same from allocator events."""
     between: int
-    """Live before the step."""
+    """Live before such a step."""
     first_peak: int
     """Peak of the first step, in which optimizer states are made."""
     initial_peak: int
     """Peak while the engine is made."""
-    drift: int
-    """Bytes by which the recording of the CPU allocator ran away in a step; 0 when it
-    can be trusted."""
 
 
 def measure_memory(
-    make: Callable[[], Engine], batch: Callable[[Engine], Any], *, steps: int = 3
+    make: Callable[[], Engine], batch: Callable[[Engine], Any], *, steps: int = 6
 ) -> StepMemory:
-    """Make an engine, run a few steps and return the allocated bytes of the last one.
+    """Make an engine, run a few steps and return the bytes of the steady ones.
 
-    All ranks call it together.
+    All ranks call it together. Steps are not alike at first: DDP forms its buckets anew
+    in the second, DeepSpeed's stage 3 knows the order of recomputed modules in the
+    fourth. The second half counts, by its largest step: with gloo it is a matter of
+    time which thread lets go of a bucket, and when.
 
     Args:
-        make: Makes the model and prepares the engine; called anew for every recording.
+        make: Makes the model and prepares the engine.
         batch: Makes this rank's local batch.
-        steps: Optimizer steps; the last one counts, so at least 3.
+        steps: Optimizer steps.
     """
     if torch.cuda.is_available():
         return _measure_cuda(make, batch, steps)
-    made = min(_record_made(make) for _ in range(2))
-    memory = _record_cpu(make, batch, steps, made)
-    for _ in range(_ATTEMPTS - 1):
-        if not memory.drift:
-            break
-        memory = _record_cpu(make, batch, steps, made)
-    return memory
+    return _record_cpu(make, batch, steps)
 
 
 def measure_seconds(
@@ -75,24 +65,8 @@ def measure_seconds(
     return seconds
 
 
-def _record_made(make: Callable[[], Engine]) -> int:
-    """Return the bytes that are live once the engine is made."""
-    kept: list[Engine] = []
-
-    def run() -> None:
-        with phase("make"):
-            kept.append(make())
-
-    (made,) = record_phases(run)
-    kept.pop().close()
-    return made.end
-
-
 def _record_cpu(
-    make: Callable[[], Engine],
-    batch: Callable[[Engine], Any],
-    steps: int,
-    least_made: int,
+    make: Callable[[], Engine], batch: Callable[[Engine], Any], steps: int
 ) -> StepMemory:
     kept: list[Engine] = []
 
@@ -104,27 +78,14 @@ def _record_cpu(
             with phase(f"step {index}"):
                 kept[0].step(local)
 
-    phases = record_phases(run)
-    made, first, last = phases[0], phases[1], phases[-1]
-    # Frees that were missed only ever add: the smaller of several recordings is right.
-    drift = _largest(max(made.end - least_made, abs(last.end - last.start)))
+    made, *recorded = record_phases(run)
     kept.pop().close()
     return StepMemory(
-        peak=last.peak,
-        between=last.start,
-        first_peak=first.peak,
+        peak=max(step.peak for step in recorded[_steady(steps)]),
+        between=recorded[-1].start,
+        first_peak=recorded[0].peak,
         initial_peak=made.peak,
-        # Scalars that a step returns come and go; a lost tensor is larger.
-        drift=drift if drift > 4096 else 0,
     )
-
-
-def _largest(count: int) -> int:
-    """Return the largest of the counts of all ranks, so that they decide alike."""
-    counts = torch.tensor(count)
-    if dist.is_initialized():
-        dist.all_reduce(counts, dist.ReduceOp.MAX)
-    return int(counts)
 
 
 def _measure_cuda(
@@ -145,9 +106,12 @@ def _measure_cuda(
         peaks.append(torch.cuda.max_memory_allocated())
     engine.close()
     return StepMemory(
-        peak=peaks[-1],
+        peak=max(peaks[_steady(steps)]),
         between=between,
         first_peak=peaks[0],
         initial_peak=initial,
-        drift=0,
     )
+
+
+def _steady(steps: int) -> slice:
+    return slice(steps // 2, None)

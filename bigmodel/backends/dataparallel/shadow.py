@@ -219,9 +219,7 @@ class _Device:
         """Write the optimizer's step and the end of the gradients."""
         elements = sum(self._sizes)
         self._sums.finish(self._sizes)
-        surge = step_surge(
-            self._plan, self._costs, elements, max(self._sizes, default=0)
-        )
+        surge = step_surge(self._plan, self._costs, self._sizes)
         self.builder.add(
             Task(
                 label="optimizer step",

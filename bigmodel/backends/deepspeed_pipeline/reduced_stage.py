@@ -99,8 +99,8 @@ class ReducedStage:
 
     def update(self) -> None:
         """Write the optimizer's step and the end of the gradients."""
-        elements, largest = sum(self._sizes), max(self._sizes, default=0)
-        surge = step_surge(self._plan, self._costs, elements, largest)
+        elements = sum(self._sizes)
+        surge = step_surge(self._plan, self._costs, self._sizes)
         self._builder.add(
             Task(
                 label="optimizer step",

@@ -172,12 +172,12 @@ class ReducedToOwner(AbstractPart):
     def update(self) -> None:
         """Write the optimizer's step, its broadcast, and the end of the gradients."""
         builder, costs, own = self._builder, self._costs, self._own_elements
-        largest = max((p.elements for p in self._own), default=0)
+        sizes = [param.elements for param in self._own]
         builder.add(
             Task(
                 label="optimizer step",
                 seconds=step_seconds(self._plan, costs, own),
-                surge=((STEP, step_surge(self._plan, costs, own, largest)),),
+                surge=((STEP, step_surge(self._plan, costs, sizes)),),
             )
         )
         builder.add(

@@ -66,8 +66,8 @@ class _Replica(AbstractPart):
         self._builder = builder
         self._width = weight_bytes(plan)
         trained = trainable(walk.steps)
-        self._elements = sum(param.elements for param in trained)
-        self._largest = max((param.elements for param in trained), default=0)
+        self._sizes = [param.elements for param in trained]
+        self._elements = sum(self._sizes)
         self._group = group(costs.cluster, plan.mesh.replicate)
         self._reduces = plan.mesh.replicate > 1
         self._threshold = int(plan.horovod.fusion_megabytes * MIB)
@@ -80,7 +80,7 @@ class _Replica(AbstractPart):
         weights = sum(step.elements for step in walk.steps)
         builder.hold(WEIGHTS, weights * self._width)
         builder.hold(OPTIMIZER, optimizer_state_bytes(plan, self._elements))
-        if self._reduces and self._fuses([param.elements for param in trained]):
+        if self._reduces and self._fuses(self._sizes):
             builder.hold(BUCKETS, self._threshold)
         hold_inputs(builder, costs, plan, walk.steps)
 
@@ -121,7 +121,7 @@ class _Replica(AbstractPart):
             Task(
                 label="optimizer step",
                 seconds=step_seconds(plan, costs, own),
-                surge=((STEP, step_surge(plan, costs, own, self._largest)),),
+                surge=((STEP, step_surge(plan, costs, self._sizes)),),
             )
         )
         self._builder.allocate(GRADIENTS, -own * self._width, "drop gradients")
