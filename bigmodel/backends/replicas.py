@@ -111,14 +111,14 @@ class Replica(AbstractPart):
                 largest = max(g.elements for g in gradients) * self._width
                 surge = ((GRADIENTS, largest),)
                 self._builder.add(Task(label="square gradient", surge=surge))
+            if synchronise:
+                self._fill(size, task)
+            # Autograd holds what it made until the reducer, and with it the hook, is
+            # done with the bucket.
             if synchronise and self._plan.ddp.gradient_views:
                 # The gradient there is becomes a view.
                 self._builder.allocate(GRADIENTS, -size, "copy into bucket")
-            if synchronise:
-                self._fill(size, task)
             if not (synchronise and self._sums.in_fp32):
-                # Autograd holds what it made until the reducer, and with it the hook,
-                # is done with the bucket.
                 sizes = [g.elements for g in gradients]
                 self._sums.add(sizes, first=not self._has_gradients)
 

@@ -161,7 +161,7 @@ class Gathers:
                 seconds=group(self._costs.cluster, ranks).gather(size),
                 after=waits,
                 change=((GATHERED, size),),
-                surge=((GATHERED, size + max(cast, self._scratch(size))),),
+                surge=((GATHERED, size + cast + self._scratch(size)),),
             )
         )
 

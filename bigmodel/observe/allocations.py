@@ -47,8 +47,15 @@ class PhaseMemory:
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Mark a phase of a recorded run."""
+    _report()
     with record_function(_MARK + name):
         yield
+        _report()
+
+
+def _report() -> None:
+    """Have the allocator report its total, which other threads may have changed."""
+    torch.empty(1, dtype=torch.uint8)
 
 
 def record_phases(run: Callable[[], None]) -> tuple[PhaseMemory, ...]:
