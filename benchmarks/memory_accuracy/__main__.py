@@ -1,6 +1,7 @@
 """Predicted against measured peak of allocated bytes, on the CPU, at 2 processes.
 
     python -m benchmarks.memory_accuracy [--quick] [--only bf16 ddp] [--out FOLDER]
+        [--recordings FOLDER]
 
 Prints a row for every case, of the fullest rank of its worst predicted pipeline stage,
 and a summary by backend.
@@ -68,21 +69,43 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def measure(*, quick: bool, only: Sequence[str] = ()) -> list[dict]:
+def measure(
+    *, quick: bool, only: Sequence[str] = (), recordings: Path | None = None
+) -> list[dict]:
+    """Train all cases and return what each rank recorded, by case.
+
+    Args:
+        quick: Only a fifth of the cases.
+        only: Only those with one of these words.
+        recordings: A folder to leave it in, or to take it from if it is there.
+    """
+    if recordings is not None:
+        recordings.mkdir(parents=True, exist_ok=True)
+        if not list(recordings.glob("rank*.json")):
+            _train(recordings, quick=quick, only=only)
+        return _read(recordings)
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "torch.distributed.run",
-            f"--nproc-per-node={matrix.PROCESSES}", "--rdzv-backend=c10d",
-            "--rdzv-endpoint=localhost:0", "--local-addr=localhost",
-            "-m", "benchmarks.memory_accuracy.worker", folder,
-            "quick" if quick else "all", *only,
-        ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, timeout=3000)
-        return [
-            json.loads((Path(folder) / f"rank{rank}.json").read_text())
-            for rank in range(matrix.PROCESSES)
-        ]
+        _train(Path(folder), quick=quick, only=only)
+        return _read(Path(folder))
+
+
+def _train(folder: Path, *, quick: bool, only: Sequence[str]) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run",
+        f"--nproc-per-node={matrix.PROCESSES}", "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0", "--local-addr=localhost",
+        "-m", "benchmarks.memory_accuracy.worker", str(folder),
+        "quick" if quick else "all", *only,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, timeout=3000)
+
+
+def _read(folder: Path) -> list[dict]:
+    return [
+        json.loads((folder / f"rank{rank}.json").read_text())
+        for rank in range(matrix.PROCESSES)
+    ]
 
 
 @cache
@@ -169,11 +192,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a fifth of the cases")
     parser.add_argument("--only", nargs="*", default=[], help="words of their names")
+    parser.add_argument("--recordings", type=Path, help="keep them, or take these")
     parser.add_argument("--out", type=Path, help="write the table into this folder")
     args = parser.parse_args()
-    rows = compare(
-        measure(quick=args.quick, only=args.only), quick=args.quick, only=args.only
-    )
+    ranks = measure(quick=args.quick, only=args.only, recordings=args.recordings)
+    rows = compare(ranks, quick=args.quick, only=args.only)
     show(rows)
     if args.out:
         save(rows, args.out)

@@ -111,13 +111,14 @@ class Replica(AbstractPart):
                 largest = max(g.elements for g in gradients) * self._width
                 surge = ((GRADIENTS, largest),)
                 self._builder.add(Task(label="square gradient", surge=surge))
+            # The gradient that is there becomes a view of its bucket. Autograd holds
+            # the one it made, the same or one added to it, until the hook is done.
+            copied = size if synchronise and self._plan.ddp.gradient_views else 0
+            added = self._has_gradients and not self._sums.in_fp32
+            self._free(copied if added else 0)
             if synchronise:
                 self._fill(size, task)
-            # Autograd holds what it made until the reducer, and with it the hook, is
-            # done with the bucket.
-            if synchronise and self._plan.ddp.gradient_views:
-                # The gradient there is becomes a view.
-                self._builder.allocate(GRADIENTS, -size, "copy into bucket")
+            self._free(0 if added else copied)
             if not (synchronise and self._sums.in_fp32):
                 sizes = [g.elements for g in gradients]
                 self._sums.add(sizes, first=not self._has_gradients)
@@ -191,6 +192,10 @@ class Replica(AbstractPart):
         """Bytes of the gradients that autograd made, beyond the buckets."""
         views = self._bucketed and self._plan.ddp.gradient_views
         return 0 if views else self._elements * self._width
+
+    def _free(self, size: int) -> None:
+        if size:
+            self._builder.allocate(GRADIENTS, -size, "copy into bucket")
 
     def _fill(self, size: int, task: int) -> None:
         self._bucket += size
