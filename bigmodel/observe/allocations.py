@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +48,20 @@ class PhaseMemory:
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Mark a phase of a recorded run."""
-    _report()
     with record_function(_MARK + name):
         yield
-        _report()
-
-
-def _report() -> None:
-    """Have the allocator report its total, which other threads may have changed."""
+    # An event after its end says what is live then, also where another thread freed.
     torch.empty(1, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """An allocation or a free of the recording thread."""
+
+    moment: int
+    before: int
+    """Live bytes just before it, those of other threads included."""
+    after: int
 
 
 def record_phases(run: Callable[[], None]) -> tuple[PhaseMemory, ...]:
@@ -74,19 +80,26 @@ def record_phases(run: Callable[[], None]) -> tuple[PhaseMemory, ...]:
         torch.cuda.synchronize()
     # No public part of torch; its annotations lack what is read here.
     results: Any = getattr(profiler.profiler, "kineto_results", None)
-    totals: list[tuple[int, int]] = []
+    changes: list[_Change] = []
     marks: list[tuple[int, int, str]] = []
-    before: int | None = None
+    others: int | None = None
     for event in _walk(results.experimental_event_tree()):
         if event.name == "[memory]":
             found = event.extra_fields
-            if before is None:
-                before = found.total_allocated - found.alloc_size
-            totals.append((event.start_time_ns, found.total_allocated - before))
+            before = found.total_allocated - found.alloc_size
+            if others is None:
+                others = before
+            changes.append(
+                _Change(
+                    event.start_time_ns, before - others, found.total_allocated - others
+                )
+            )
         elif event.name.startswith(_MARK):
             name = event.name.removeprefix(_MARK)
             marks.append((event.start_time_ns, event.end_time_ns, name))
-    return tuple(_phase(name, start, end, totals) for start, end, name in sorted(marks))
+    return tuple(
+        _phase(name, start, end, changes) for start, end, name in sorted(marks)
+    )
 
 
 def _walk(events: Iterable[Any]) -> Iterator[Any]:
@@ -142,23 +155,14 @@ def _settled_collectives() -> Iterator[None]:
         Work.get_future = get_future  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _phase(
-    name: str, start: int, end: int, totals: list[tuple[int, int]]
-) -> PhaseMemory:
-    live = at_start = 0
-    peak: int | None = None
-    for moment, total in totals:
-        if moment >= end:
-            break
-        if moment >= start and peak is None:
-            at_start = peak = live
-        live = total
-        if peak is not None:
-            peak = max(peak, live)
+def _phase(name: str, start: int, end: int, changes: Sequence[_Change]) -> PhaseMemory:
+    moments = [change.moment for change in changes]
+    first, last = bisect_left(moments, start), bisect_left(moments, end)
+    at_start, at_end = changes[first].before, changes[last].before
     return PhaseMemory(
         name=name,
-        start=at_start if peak is not None else live,
-        peak=peak if peak is not None else live,
-        end=live,
+        start=at_start,
+        peak=max(at_start, at_end, *(c.after for c in changes[first:last])),
+        end=at_end,
         seconds=(end - start) / 1e9,
     )
