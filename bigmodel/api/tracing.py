@@ -82,6 +82,7 @@ def trace(
         target=target,
         name=subject.name,
         uncuttable=why_uncuttable,
+        own_loss=loss is None,
         source=subject.source,
     )
     with collection_paused():

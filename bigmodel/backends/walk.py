@@ -158,8 +158,17 @@ def hold_inputs(
 
 
 def hold_batch(builder: ProgramBuilder, costs: Costs, plan: Plan) -> None:
-    """Hold the batch of one step."""
-    builder.hold(BATCH, costs.model.sample_bytes * plan.local_batch)
+    """Hold the batch of one step.
+
+    Where targets are counted, the machine's memory keeps one micro-batch that has some,
+    for a rank that is left without (`running/loss_shares.py`).
+    """
+    sample = costs.model.sample_bytes
+    builder.hold(BATCH, sample * plan.local_batch)
+    if costs.model.counts_targets:
+        on_host = costs.cluster.device.kind == "cuda"
+        keep = builder.hold_on_host if on_host else builder.hold
+        keep(BATCH, sample * plan.micro_batch)
 
 
 def optimizer_state_bytes(plan: Plan, elements: float) -> int:

@@ -141,6 +141,9 @@ class ModelSpec:
     """Indices of the blocks with which a pipeline stage can begin."""
     uncuttable: str = ""
     """Why no stage can begin with the other blocks; empty when there are none."""
+    counts_targets: bool = False
+    """Whether engines weigh micro-batches by their targets unless told otherwise: those
+    of a model of transformers that computes its own loss."""
     splits: bool = False
     """Whether torch can run its backward in two parts, as some schedules do."""
     laws: tuple[str, ...] = field(default=())

@@ -16,6 +16,7 @@ sleep, in which gloo's thread lets go first: on a GPU nothing is held so long.
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "bigmodel.phase:"
 _SETTLING_SECONDS = 0.002
+_LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
 _COUNT_EVERY_THREAD = "FLAGS_caffe2_report_cpu_memory_usage"
 
 
@@ -71,6 +73,7 @@ def record_phases(run: Callable[[], None]) -> tuple[PhaseMemory, ...]:
     those of a profiled run and longer than without.
     """
     with (
+        _quiet_profiler(),
         _settled_collectives(),
         _every_thread_counted(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
@@ -111,6 +114,19 @@ def _walk(events: Iterable[Any]) -> Iterator[Any]:
         found.append(event)
         waiting.extend(event.children)
     yield from sorted(found, key=lambda event: event.start_time_ns)
+
+
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Keep Kineto from writing lines; it looks only here when it first begins."""
+    environment = os.environ  # noqa: TID251
+    before = environment.get(_LOG_LEVEL)
+    environment[_LOG_LEVEL] = before or _SILENT
+    try:
+        yield
+    finally:
+        if before is None:
+            del environment[_LOG_LEVEL]
 
 
 @contextmanager

@@ -266,7 +266,7 @@ def _fit(
                     dtype=first.dtype,
                 )
             )
-        else:
+        elif any(event[1].num_bytes for event in group):
             events.append(
                 Storage(
                     sign=1 if first[0] == "born" else -1,

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigmodel.observe.operators import RawOp, describe_operator
+from bigmodel.observe.workspaces import Workspaces
 
 Place = tuple[int, Literal["forward", "backward", "weights"]]
 """Unit and phase in which something happened."""
@@ -33,6 +34,8 @@ class RawStorage:
     gradient: bool = False
     boundary: bool = False
     cast: bool = False
+    workspace: Any = None
+    """Key of the operator whose workspace it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,12 @@ class Recording:
     first_use: dict[int, Place] = field(default_factory=dict)
     """Where each known storage was read first, by its key."""
 
+    def fill(self, workspaces: Workspaces) -> None:
+        """Give workspaces the bytes that were measured."""
+        for storage in self.storages:
+            if storage.workspace is not None:
+                storage.num_bytes = workspaces.bytes_of(storage.workspace)
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -68,9 +77,12 @@ class StepRecord:
 class StorageFollower(TorchDispatchMode):
     """Records the life of every storage while it is the innermost dispatch mode."""
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, known: Iterable[torch.Tensor], workspaces: Workspaces | None = None
+    ) -> None:
         super().__init__()
         self.recording = Recording()
+        self._workspaces = workspaces
         self.place: Place = (0, "forward")
         self._known = {storage_key(tensor) for tensor in known}
         self._live: dict[int, tuple[RawStorage, Any]] = {}
@@ -119,9 +131,31 @@ class StorageFollower(TorchDispatchMode):
         for key in used:
             self.recording.first_use.setdefault(key, self.place)
         cast = bool(used) and func is torch.ops.aten._to_copy.default
+        before = len(self.recording.storages)
         for output in outputs:
             self._see(output, cast=cast)
+        if self._workspaces is not None:
+            new = self.recording.storages[before:]
+            returned = sum(record.num_bytes for record in new)
+            self._add_workspace(
+                self._workspaces.key_of(func, args, kwargs, returned, operator)
+            )
         return result
+
+    def _add_workspace(self, key: Any) -> None:
+        """Note that bytes, which are known later, came and went with an operator."""
+        if key is None:
+            return
+        record = RawStorage(
+            index=len(self.recording.storages),
+            num_bytes=0,
+            born=self.place,
+            died=self.place,
+            workspace=key,
+        )
+        self.recording.storages.append(record)
+        events = self.recording.events[self.place]
+        events += [("born", record), ("died", record)]
 
     def _see(self, tensor: torch.Tensor, *, cast: bool) -> None:
         storage = tensor.untyped_storage()

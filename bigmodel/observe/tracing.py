@@ -41,6 +41,7 @@ from bigmodel.observe.split_backward import (
 )
 from bigmodel.observe.storages import StepRecord, StorageFollower
 from bigmodel.observe.target import Target, TargetOperators
+from bigmodel.observe.workspaces import Workspaces
 from bigmodel.plans import NUMBER_FORMATS
 
 _NOT_THE_USERS = tuple(
@@ -66,6 +67,8 @@ class Reading:
     name: str
     uncuttable: Callable[[nn.Module, tuple[str, ...]], str] = lambda model, units: ""
     """Says why the model, with these units, cannot be cut into stages."""
+    own_loss: bool = False
+    """Whether the loss is the model's own."""
     source: str = ""
 
 
@@ -78,6 +81,8 @@ class _Subject:
     paths: tuple[str, ...]
     blocks: list[nn.Module]
     layout: Layout
+    workspaces: Workspaces | None
+    """Measures operators of a CPU."""
 
 
 def trace_module(
@@ -97,7 +102,7 @@ def trace_module(
     form = NUMBER_FORMATS[reading.precision]
     model = fake_module(source, mode, getattr(torch, form.weights))
     model.train()
-    subject = _subject(model, mode)
+    subject = _subject(model, mode, reading)
     try:
         return _trace(subject, batch, reading)
     except NotSkippableError:
@@ -106,12 +111,19 @@ def trace_module(
         return _trace(replace(subject, layout=full), batch, reading)
 
 
-def _subject(model: nn.Module, mode: FakeTensorMode) -> _Subject:
+def _subject(model: nn.Module, mode: FakeTensorMode, reading: Reading) -> _Subject:
     paths = find_blocks(model)
     modules = dict(model.named_modules())
     blocks = [modules[path] for path in paths]
     layout = Layout(paths=paths, rows=find_rows(paths, blocks))
-    return _Subject(model=model, mode=mode, paths=paths, blocks=blocks, layout=layout)
+    return _Subject(
+        model=model,
+        mode=mode,
+        paths=paths,
+        blocks=blocks,
+        layout=layout,
+        workspaces=Workspaces() if reading.target == "cpu" else None,
+    )
 
 
 def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
@@ -127,6 +139,10 @@ def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
             recordings[SPLIT] = [
                 _record(subject, batch, size, reading, split=True) for size in SIZES[:2]
             ]
+    if subject.workspaces is not None:
+        subject.workspaces.measure()
+        for record in (step for steps in recordings.values() for step in steps):
+            record.recording.fill(subject.workspaces)
     try:
         spec = assemble(subject.model, subject.layout, SIZES, recordings)
     except LawError as error:
@@ -138,6 +154,8 @@ def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
         spec,
         name=reading.name,
         source=reading.source,
+        # As the engines decide whether they count targets.
+        counts_targets=reading.own_loss and hasattr(subject.model, "config"),
         precision=reading.precision,
         target=reading.target,
         cuts=cuts,
@@ -158,7 +176,7 @@ def _record(
     model, layout = subject.model, subject.layout
     local = fake_batch(batch, samples, subject.mode)
     known = (*model.parameters(), *model.buffers(), *_tensors(local))
-    follower = StorageFollower(known)
+    follower = StorageFollower(known, subject.workspaces)
     start = GraphStart(subject.blocks[0]) if split else None
     boundaries = UnitBoundaries(subject.blocks, layout, follower)
     handles = [

@@ -1,0 +1,69 @@
+"""What operators take in C++ while they run, on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import bigmodel
+from benchmarks.memory_accuracy.__main__ import CLUSTER
+from bigmodel.plans import Plan
+from bigmodel.running.measuring import measure_memory
+from bigmodel.running.session import prepare
+from bigmodel.search import predict
+from bigmodel.simulator import Costs
+
+ONE_CPU = replace(CLUSTER, node=replace(CLUSTER.node, count=1))
+
+
+class Skipping(nn.Module):
+    """Convolutions with a skip around the middle ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 32, 3, padding=1)
+        self.down = nn.Conv2d(32, 64, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(64)
+        self.up = nn.ConvTranspose2d(64, 32, 2, stride=2)
+        self.last = nn.Conv2d(64, 3, 3, padding=1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        skip = self.first(image).relu()
+        deep = self.up(self.norm(self.down(skip)).relu())
+        return self.last(torch.cat([skip, deep], dim=1))
+
+
+def images(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, 3, 48, 48), torch.randn(samples, 3, 48, 48)
+
+
+def loss(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return nn.functional.mse_loss(output, batch[1])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+def test_convolutions_are_predicted_with_what_they_take_in_between(precision):
+    spec = bigmodel.trace(
+        Skipping, images(2), precision=precision, target="cpu", loss=loss
+    )
+    plan = Plan(backend="ddp", units=spec.units, micro_batch=4, precision=precision)
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    measured = measure_memory(
+        lambda: prepare(plan, Skipping, optimizer, loss), lambda _: images(4)
+    )
+    (rank,) = predict(plan, Costs(spec, ONE_CPU)).ranks
+    assert rank.allocated == pytest.approx(measured.peak, rel=0.005)
+
+
+def test_workspaces_of_a_cpu_are_not_those_of_a_gpu():
+    events = {
+        target: bigmodel.trace(
+            Skipping, images(2), precision="fp32", target=target, loss=loss
+        ).before.phases["none"]
+        for target in ("cpu", "cuda")
+    }
+    assert len(events["cuda"].forward.events) < len(events["cpu"].forward.events)
