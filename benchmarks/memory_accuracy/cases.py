@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.layouts import all_layouts, not_here
+from benchmarks.memory_accuracy.families import FAMILIES, Family
 from bigmodel.backends.backend import refusals
 from bigmodel.backends.catalog import BACKENDS
+from bigmodel.observe.blocks import find_blocks
 from bigmodel.plans import Plan, Precision, RecomputePolicy
 
 PROCESSES = 2
@@ -65,14 +68,26 @@ def mlp_batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(samples, 384), torch.randint(0, 10, (samples,))
 
 
-MODELS = {"gpt": (gpt, gpt_batch, None), "mlp": (mlp, mlp_batch, mlp_loss)}
+MODELS: dict[str, Family] = {
+    "gpt": (gpt, gpt_batch, None),
+    "mlp": (mlp, mlp_batch, mlp_loss),
+    **FAMILIES,
+}
 """Name to module, batch of a number of samples, loss function."""
 
-UNITS = {
-    "gpt": tuple(f"transformer.h.{index}" for index in range(GPT_BLOCKS)),
-    "mlp": tuple(str(index) for index in range(2 * MLP_LAYERS + 1)),
-}
-ELEMENTS = {"gpt": 1_900_000, "mlp": 900_000}
+
+@cache
+def units_of(model: str) -> tuple[str, ...]:
+    """Return the module paths of a model's blocks."""
+    make, _, _ = MODELS[model]
+    return find_blocks(make())
+
+
+@cache
+def elements_of(model: str) -> int:
+    """Return the number of a model's parameters."""
+    make, _, _ = MODELS[model]
+    return sum(parameter.numel() for parameter in make().parameters())
 
 
 PLAIN = (
@@ -80,6 +95,12 @@ PLAIN = (
     "sharded-ddp", "gpipe", "1f1b", "interleaved",
 )  # fmt: skip
 """Layouts of which the tests measure a transformer too, not only an MLP."""
+
+SPREAD = ("ddp", "fsdp2", "zero2", "zero3", "sharded-ddp")
+"""Layouts under which every family is measured."""
+
+CUT = ("llama", "frozen", "mixtral", "bert")
+"""Families that can be cut into stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +132,10 @@ def _matrix(*, quick: bool) -> Iterator[Case]:
             if case.name.split()[1] in PLAIN:
                 yield case
         yield from _cases("mlp", "none", 2, "fp32")
+        for model in FAMILIES:
+            yield from _cases(model, "none", 1, "fp32", ("ddp",))
         return
-    for model in MODELS:
+    for model in ("gpt", "mlp"):
         for recompute in ("none", "full"):
             for accumulation in (1, 4):
                 yield from _cases(model, recompute, accumulation, "fp32")
@@ -121,12 +144,26 @@ def _matrix(*, quick: bool) -> Iterator[Case]:
             yield from _cases("gpt", "none", accumulation, precision)
     # What takes an nn.Sequential only, in half precision.
     yield from _cases("mlp", "none", 2, "bf16")
+    for model in FAMILIES:
+        stages = ("1f1b",) if model in CUT else ()
+        for recompute in ("none", "full"):
+            yield from _cases(model, recompute, 1, "fp32", (*SPREAD, *stages))
+        for precision in ("bf16", "autocast"):
+            yield from _cases(model, "none", 2, precision, ("ddp", "fsdp2"))
 
 
 def _cases(
-    model: str, recompute: RecomputePolicy, accumulation: int, precision: Precision
+    model: str,
+    recompute: RecomputePolicy,
+    accumulation: int,
+    precision: Precision,
+    labels: Sequence[str] = (),
 ) -> Iterator[Case]:
-    for label, layout in all_layouts(PROCESSES, UNITS[model], ELEMENTS[model]):
+    """Yield the cases of all layouts, or of those with these labels."""
+    layouts = all_layouts(PROCESSES, units_of(model), elements_of(model))
+    for label, layout in layouts:
+        if labels and label not in labels:
+            continue
         plan = replace(
             layout,
             micro_batch=4,

@@ -71,7 +71,7 @@ def test_tensors_follow_the_modules() -> None:
 def test_bytes_of_all_devices_together(model: str, precision: str) -> None:
     # On a CPU all devices are one: their programs, written into one, are measured.
     make, batch, loss = matrix.MODELS[model]
-    plan = _plan("naive", matrix.UNITS[model], micro_batch=4, accumulation=2)
+    plan = _plan("naive", matrix.units_of(model), micro_batch=4, accumulation=2)
     plan = replace(plan, precision=precision)
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     measured = measure_memory(
@@ -85,7 +85,7 @@ def test_bytes_of_all_devices_together(model: str, precision: str) -> None:
 
 
 def test_one_device_works_at_a_time() -> None:
-    plan = _plan("naive", matrix.UNITS["gpt"], micro_batch=4, accumulation=3)
+    plan = _plan("naive", matrix.units_of("gpt"), micro_batch=4, accumulation=3)
     estimate = predict(plan, _costs("gpt"))
     assert [entry.ranks for entry in estimate.ranks] == [(0,), (1,)]
     busy = sum(timeline.busy["compute"] for timeline in estimate.timelines)
@@ -95,7 +95,7 @@ def test_one_device_works_at_a_time() -> None:
 
 
 def test_pipe_overlaps_what_naive_does_not() -> None:
-    units = matrix.UNITS["mlp"]
+    units = matrix.units_of("mlp")
     naive = predict(
         _plan("naive", units, micro_batch=64, accumulation=8), _costs("mlp")
     )
@@ -108,7 +108,7 @@ def test_pipe_overlaps_what_naive_does_not() -> None:
 
 
 def test_the_first_device_holds_more_than_the_others() -> None:
-    plan = _plan("dataparallel", matrix.UNITS["gpt"], micro_batch=8)
+    plan = _plan("dataparallel", matrix.units_of("gpt"), micro_batch=8)
     first, others = predict(plan, _costs("gpt")).ranks
     assert (first.ranks, others.ranks) == ((0,), (1,))
     elements = _costs("gpt").model.trainable_elements
