@@ -54,10 +54,11 @@ TOOLS: tuple[Estimator, ...] = (
 )
 LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers")
 NOTE = (
-    "Predicted over measured peak of allocated bytes of the fullest rank, less one, and "
-    "the seconds that the answer took; - no answer, ~ outside of the tool's own "
+    "Predicted over measured peak of allocated bytes of the fullest rank, less one, "
+    "and the seconds that the answer took; - no answer, ~ outside of the tool's own "
     "premises. The models are small (1.9 and 0.9 million parameters): buffers and "
-    "activations, which some tools do not count, weigh more than in a large one."
+    "activations, which some tools do not count, weigh more than in a large one. "
+    "bigmodel is developed against these very cases; the others are not."
 )
 
 
