@@ -1,0 +1,1 @@
+"""bigmodel's predicted memory beside what other tools predict, against the measured."""
