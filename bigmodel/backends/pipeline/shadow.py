@@ -113,8 +113,15 @@ class _Stage:
         self._receives = not self._first and stage - 1 not in held
         self._sends = not self._last and stage + 1 not in held
         self._hands_over = not self._last and not self._sends
-        self._waits_at_end = len(held) > 1
+        # gloo's sends hold their tensors; NCCL's let go when they are waited for.
+        gloo = costs.cluster.device.kind == "cpu"
+        name = plan.stages.schedule  # type: ignore[union-attr]
+        self._waits_at_end = len(held) > 1 or (gloo and name == "gpipe")
         self._until_end = self._until_next_step = 0
+        self._alternates = name == "1f1b"
+        self._warm_up = min(plan.num_stages - stage, plan.accumulation)
+        self._keeps_warm_up = self._alternates and gloo and self._sends
+        self._sent = 0
         steps = self._steps(held)
         self._entering = steps[0].unit.input_bytes_per_sample * plan.micro_batch
         self._leaving = costs.output_bytes(steps[-1].unit, plan.micro_batch)
@@ -182,9 +189,9 @@ class _Stage:
         if self._receives:
             self._send(f"B{self._stage - 1}.{micro_batch}", self._entering)
         if self._kept > 0:
-            self._let_go(self._kept)
+            self._let_go(self._kept, micro_batch)
 
-    def _let_go(self, kept: int) -> None:
+    def _let_go(self, kept: int, micro_batch: int) -> None:
         """Write the end of what a backward leaves: the output, the input's gradient."""
         handed_over = 0 if self._last or self._sends else self._leaving
         forwards = self._leaving if self._sends else 0
@@ -192,10 +199,32 @@ class _Stage:
         if self._waits_at_end:
             self._until_end += forwards + (backwards if self._receives else 0)
             freed = 0 if self._receives else backwards
+        elif self._alternates:
+            freed = self._let_go_in_turn(forwards, backwards, micro_batch)
         else:
             freed = forwards + backwards
         if freed:
             self._keep(-freed, "drop what was sent")
+
+    def _let_go_in_turn(self, forwards: int, backwards: int, micro_batch: int) -> int:
+        """Return what 1F1B frees after a backward.
+
+        Its list of sends keeps the last gradient that was sent until the next one, and,
+        with gloo, the send of the last output but one of the warm-up until its last
+        forward is followed by a backward.
+        """
+        freed = forwards
+        if self._receives:
+            freed += self._sent
+            self._sent = backwards
+        else:
+            freed += backwards
+        if self._keeps_warm_up and self._warm_up > 1:
+            if micro_batch == self._warm_up - 2:
+                freed -= forwards
+            if micro_batch == max(self._count - self._warm_up, self._warm_up - 2):
+                freed += forwards
+        return freed
 
     def backward_of_inputs(self, micro_batch: int) -> None:
         """Write the part of a backward that other stages wait for.
@@ -227,8 +256,9 @@ class _Stage:
 
     def end_schedule(self) -> None:
         """Write the end of the sends, where the schedule waits for them only then."""
-        if self._until_end:
-            self._keep(-self._until_end, "drop what was sent")
+        sent = self._until_end + self._sent
+        if sent:
+            self._keep(-sent, "drop what was sent")
 
     def end_step(self) -> None:
         """Write the end of what torch keeps to the next step."""
