@@ -271,6 +271,7 @@ class Walk:
                 segment = self._whole(step, "backward")
                 self._compute(segment, label, waits)
             else:
+                made: set[str] = set()
                 for segment in self._segments(step, "backward"):
                     task = self._compute(segment, label, waits)
                     waits = ()
@@ -279,10 +280,15 @@ class Walk:
                         for gradient in segment.gradients
                         if gradient_name(step.placed, gradient) not in step.settled
                     )
+                    made |= {gradient.param for gradient in ready}
                     if ready:
                         on_gradients(ready, task)
-                if step.split:
-                    apart = tuple(Gradient(p.name, p.elements) for p in step.split)
+                apart = tuple(
+                    Gradient(p.name, p.elements)
+                    for p in step.split
+                    if p.name not in made
+                )
+                if apart:
                     on_gradients(apart, self.builder.last)
             if after:
                 after(index)
@@ -344,6 +350,7 @@ class Walk:
             self.plan.micro_batch,
             receives_input=step.receives_input,
             receives_gradient=step.receives_gradient,
+            apart=step.split,
         )
 
     def _whole(self, step: Step, phase: str, policy: str | None = None) -> Segment:
@@ -354,6 +361,7 @@ class Walk:
             self.plan.micro_batch,
             receives_input=step.receives_input,
             receives_gradient=step.receives_gradient,
+            apart=step.split,
         )
 
     def _split_ends(self, phase: str, label: str) -> None:

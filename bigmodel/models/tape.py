@@ -15,12 +15,13 @@ from typing import Literal
 
 from bigmodel.models.size import Size
 
-Kind = Literal["activation", "boundary", "temporary", "gradient", "cast"]
+Kind = Literal["activation", "boundary", "temporary", "gradient", "partial", "cast"]
 """What a storage is for.
 
 `activation`: lives from forward to backward; `boundary`: handed from one unit to the
 next, or its gradient; `temporary`: lives within one phase of one unit; `gradient`: of a
-parameter; `cast`: a copy of a weight in the precision of autocast."""
+parameter; `partial`: of one use of a parameter, until that of another one is added;
+`cast`: a copy of a weight in the precision of autocast."""
 
 
 @dataclass(frozen=True, slots=True)

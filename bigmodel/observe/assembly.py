@@ -314,6 +314,8 @@ def _kind(storage: RawStorage) -> Kind:
         return "boundary"
     if storage.cast:
         return "cast"
+    if storage.partial:
+        return "partial"
     return "temporary" if _is_temporary(storage.born, storage.died) else "activation"
 
 

@@ -34,6 +34,8 @@ class RawStorage:
     gradient: bool = False
     boundary: bool = False
     cast: bool = False
+    partial: bool = False
+    """Whether it is the gradient of one use of a weight that has several."""
     workspace: Any = None
     """Key of the operator whose workspace it is."""
 
@@ -87,6 +89,8 @@ class StorageFollower(TorchDispatchMode):
         self._known = {storage_key(tensor) for tensor in known}
         self._live: dict[int, tuple[RawStorage, Any]] = {}
         self._next: Place | None = None
+        self._sum: tuple[RawStorage | None, list[RawStorage]] = (None, [])
+        """What the last addition returned, and what it added."""
         self.enter((0, "forward"))
 
     def enter(self, place: Place) -> None:
@@ -115,6 +119,9 @@ class StorageFollower(TorchDispatchMode):
         storage = self.storage_of(param.grad)
         if storage is not None:
             storage.gradient = True
+            total, parts = self._sum
+            for part in parts if total is storage else ():
+                part.partial = part.born[0] != self.place[0]
         self.recording.events[self.place].append(RawGradient(name, param.numel()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -134,6 +141,9 @@ class StorageFollower(TorchDispatchMode):
         before = len(self.recording.storages)
         for output in outputs:
             self._see(output, cast=cast)
+        if func is torch.ops.aten.add.Tensor:
+            parts = [part for part in map(self.storage_of, inputs) if part]
+            self._sum = self.storage_of(result), parts
         if self._workspaces is not None:
             new = self.recording.storages[before:]
             returned = sum(record.num_bytes for record in new)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bigmodel.clusters import Cluster
-from bigmodel.models import ModelSpec, Phases, Tape, Unit
-from bigmodel.simulator.segments import Segment, cut, join, without_free
+from bigmodel.models import ModelSpec, Param, Phases, Tape, Unit
+from bigmodel.simulator.segments import (
+    Segment,
+    cut,
+    join,
+    with_own_gradients,
+    without_free,
+)
 
 _PHASES = (
     "forward",
@@ -40,6 +48,7 @@ class Costs:
         *,
         receives_input: bool = False,
         receives_gradient: bool = False,
+        apart: tuple[Param, ...] = (),
     ) -> tuple[Segment, ...]:
         """Return the segments of a phase.
 
@@ -50,8 +59,10 @@ class Costs:
             micro_batch: Samples.
             receives_input: The input lies in a receive buffer and is not freed.
             receives_gradient: So does the gradient of the output.
+            apart: Weights tied to some of another rank.
         """
-        key = (id(unit), policy, phase, micro_batch, receives_input, receives_gradient)
+        received = (receives_input, receives_gradient)
+        key = (id(unit), policy, phase, micro_batch, *received, apart)
         if key not in self._cache:
             phases = unit.phases[policy]
             tape = getattr(phases, phase)
@@ -63,16 +74,19 @@ class Costs:
                 _, sooner = without_free(phases.backward, micro_batch, size)
                 if sooner == (phase == "backward"):
                     tape, _ = without_free(tape, micro_batch, size)
+            if apart and not phase.startswith("forward"):
+                at_end = phase.endswith("_end")
+                tape = with_own_gradients(tape, apart, at_end=at_end)
             self._cache[key] = cut(tape, micro_batch, self.cluster.device)
         return self._cache[key]
 
     def whole(
-        self, unit: Unit, policy: str, phase: str, micro_batch: int, **received: bool
+        self, unit: Unit, policy: str, phase: str, micro_batch: int, **rank: Any
     ) -> Segment:
         """Return a phase as one segment; arguments as for `segments`."""
-        key = (id(unit), policy, phase, micro_batch, *received.values(), "whole")
+        key = (id(unit), policy, phase, micro_batch, *rank.values(), "whole")
         if key not in self._cache:
-            pieces = self.segments(unit, policy, phase, micro_batch, **received)
+            pieces = self.segments(unit, policy, phase, micro_batch, **rank)
             self._cache[key] = (join(pieces),)
         return self._cache[key][0]
 

@@ -8,10 +8,10 @@ seconds, its net change, and its worst moment.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigmodel.clusters import Device
-from bigmodel.models import Gradient, Op, Storage, Tape
+from bigmodel.models import Event, Gradient, Op, Param, Storage, Tape
 from bigmodel.simulator.program import Holdings, total
 from bigmodel.simulator.roofline import op_seconds
 
@@ -20,6 +20,7 @@ HOLDER = {
     "boundary": "activations",
     "temporary": "temporaries",
     "gradient": "gradients",
+    "partial": "temporaries",
     "cast": "weights in autocast's precision",
 }
 """Who holds a storage of each kind, as reports name it."""
@@ -87,6 +88,48 @@ def without_free(tape: Tape, micro_batch: int, num_bytes: int) -> tuple[Tape, bo
         ):
             return Tape(tape.events[:index] + tape.events[index + 1 :]), True
     return tape, False
+
+
+def with_own_gradients(tape: Tape, params: Iterable[Param], *, at_end: bool) -> Tape:
+    """Return a tape of a rank that has one use of these tied weights.
+
+    What waits in the whole model for the gradient of the other use is the gradient
+    itself here, complete once its operator's node has let go of what it was given.
+
+    Args:
+        tape: Of a backward, or of what its end frees.
+        params: The tied weights.
+        at_end: Whether it is the latter.
+    """
+    events = list(tape.events)
+    for param in params:
+        found = next((i for i, e in enumerate(events) if _is_part_of(e, param)), None)
+        if found is None:
+            continue
+        part = events.pop(found)
+        if at_end or not isinstance(part, Storage):
+            continue
+        events.insert(found, replace(part, kind="gradient"))
+        later = range(found + 1, len(events))
+        freed = next((i for i in later if _is_free(events[i])), found)
+        end = next(
+            (i for i in later if i > freed and not _is_free(events[i])), len(events)
+        )
+        events.insert(end, Gradient(param.name, param.elements))
+    return Tape(tuple(events))
+
+
+def _is_part_of(event: Event, param: Param) -> bool:
+    if not isinstance(event, Storage) or event.kind != "partial":
+        return False
+    return not event.size.per_sample and event.size.fixed in (
+        2 * param.elements,
+        4 * param.elements,
+    )
+
+
+def _is_free(event: Event) -> bool:
+    return isinstance(event, Storage) and event.sign < 0
 
 
 def _fold(
