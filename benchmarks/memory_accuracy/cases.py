@@ -154,7 +154,9 @@ def _matrix(*, quick: bool) -> Iterator[Case]:
         for recompute in ("none", "full"):
             yield from _cases(model, recompute, 1, "fp32", (*SPREAD, *stages))
         for precision in ("bf16", "autocast"):
-            yield from _cases(model, "none", 2, precision, ("ddp", "fsdp2"))
+            # torch's batch norm takes no 16-bit weights beside fp32 statistics.
+            if (model, precision) != ("resnet", "bf16"):
+                yield from _cases(model, "none", 2, precision, ("ddp", "fsdp2"))
 
 
 def _cases(

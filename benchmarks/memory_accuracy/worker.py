@@ -37,9 +37,10 @@ def main() -> None:
             steps=6 + 2 * late * case.plan.ddp.powersgd_start,
         )
         measured[case.name] = asdict(memory)
+        # After every case: a case that fails takes none with it.
+        (Path(out) / f"rank{dist.get_rank()}.json").write_text(json.dumps(measured))
         if dist.get_rank() == 0:
             print(f"measured {case.name}", flush=True)
-    (Path(out) / f"rank{dist.get_rank()}.json").write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()
 
