@@ -19,6 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bigmodel.observe.operators import RawOp, describe_operator
 from bigmodel.observe.workspaces import Workspaces
 
+_HELD_BY_DISPATCH = 4
+"""References to a tensor that is an argument of an operator and nothing else."""
+_VIEWS_IN_DISPATCH = 2
+"""The same of its storage: by the tensor, and by whoever asks."""
+
 Place = tuple[int, Literal["forward", "backward", "weights"]]
 """Unit and phase in which something happened."""
 
@@ -36,6 +41,8 @@ class RawStorage:
     cast: bool = False
     partial: bool = False
     """Whether it is the gradient of one use of a weight that has several."""
+    parts: tuple[RawStorage, ...] = ()
+    """What was added up to it."""
     workspace: Any = None
     """Key of the operator whose workspace it is."""
 
@@ -89,8 +96,6 @@ class StorageFollower(TorchDispatchMode):
         self._known = {storage_key(tensor) for tensor in known}
         self._live: dict[int, tuple[RawStorage, Any]] = {}
         self._next: Place | None = None
-        self._sum: tuple[RawStorage | None, list[RawStorage]] = (None, [])
-        """What the last addition returned, and what it added."""
         self.enter((0, "forward"))
 
     def enter(self, place: Place) -> None:
@@ -119,8 +124,7 @@ class StorageFollower(TorchDispatchMode):
         storage = self.storage_of(param.grad)
         if storage is not None:
             storage.gradient = True
-            total, parts = self._sum
-            for part in parts if total is storage else ():
+            for part in storage.parts:
                 part.partial = part.born[0] != self.place[0]
         self.recording.events[self.place].append(RawGradient(name, param.numel()))
 
@@ -128,6 +132,7 @@ class StorageFollower(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._next is not None:
             self.enter(self._next)
+        in_place = func is torch.ops.aten.add.Tensor and _is_added_in_place(args)
         result = func(*args, **kwargs)
         outputs = list(_tensors(result))
         inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
@@ -138,12 +143,14 @@ class StorageFollower(TorchDispatchMode):
         for key in used:
             self.recording.first_use.setdefault(key, self.place)
         cast = bool(used) and func is torch.ops.aten._to_copy.default
+        if in_place and self._keep_storage(args[0], result):
+            return result
         before = len(self.recording.storages)
         for output in outputs:
             self._see(output, cast=cast)
-        if func is torch.ops.aten.add.Tensor:
-            parts = [part for part in map(self.storage_of, inputs) if part]
-            self._sum = self.storage_of(result), parts
+        total = self.storage_of(result) if func is torch.ops.aten.add.Tensor else None
+        if total is not None:
+            total.parts = tuple(part for part in map(self.storage_of, inputs) if part)
         if self._workspaces is not None:
             new = self.recording.storages[before:]
             returned = sum(record.num_bytes for record in new)
@@ -172,21 +179,61 @@ class StorageFollower(TorchDispatchMode):
         key = storage._cdata
         if key in self._live or key in self._known or storage.nbytes() == 0:
             return
+        record = self._record(storage.nbytes())
+        record.cast = cast
+        self._follow(record, tensor)
+
+    def _record(self, num_bytes: int) -> RawStorage:
         record = RawStorage(
-            index=len(self.recording.storages),
-            num_bytes=storage.nbytes(),
-            born=self.place,
-            cast=cast,
+            index=len(self.recording.storages), num_bytes=num_bytes, born=self.place
         )
         self.recording.storages.append(record)
         self.recording.events[self.place].append(("born", record))
+        return record
+
+    def _follow(self, record: RawStorage, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
         reference = weakref.ref(storage, lambda _, key=key: self._bury(key))
         self._live[key] = (record, reference)
+
+    def _keep_storage(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+        """Let a storage go on as another one of its size; return whether it did.
+
+        One that another unit has made ends here, and begins anew: a rank that receives
+        it from another keeps what it has received.
+        """
+        entry = self._live.get(storage_key(old))
+        if entry is None or entry[0].num_bytes != new.untyped_storage().nbytes():
+            return False
+        record, _ = self._live.pop(storage_key(old))
+        if record.born[0] != self.place[0]:
+            before = record
+            before.died = self.place
+            self.recording.events[self.place].append(("died", before))
+            record = self._record(before.num_bytes)
+            record.parts = (before,)
+        self._follow(record, new)
+        return True
 
     def _bury(self, key: int) -> None:
         record, _ = self._live.pop(key)
         record.died = self.place
         self.recording.events[self.place].append(("died", record))
+
+
+def _is_added_in_place(args: tuple[Any, ...]) -> bool:
+    """Say whether autograd adds up gradients here, as it does in place.
+
+    Where several gradients meet, its engine adds to the first one if nobody else holds
+    it (torch 2.13, `can_accumulate_inplace` in `torch/csrc/autograd/input_buffer.cpp`),
+    but never to fake tensors. The numbers are what it and a dispatch hold themselves.
+    """
+    if torch.is_grad_enabled() or not isinstance(args[0], torch.Tensor):
+        return False
+    held: int = args[0]._use_count()  # pyright: ignore[reportAttributeAccessIssue]
+    views = torch._C._storage_Use_Count(storage_key(args[0]))
+    return (held, views) == (_HELD_BY_DISPATCH, _VIEWS_IN_DISPATCH)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,0 +1,65 @@
+"""Gradients that meet: autograd adds to the first one, if nobody else holds it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import bigmodel
+from benchmarks.memory_accuracy.__main__ import CLUSTER
+from bigmodel.plans import Plan
+from bigmodel.running.measuring import measure_memory
+from bigmodel.running.session import prepare
+from bigmodel.search import predict
+from bigmodel.simulator import Costs
+
+ONE_CPU = replace(CLUSTER, node=replace(CLUSTER.node, count=1))
+
+
+class Sliced(nn.Module):
+    """Each slice gives a whole gradient, and all of them add up to one."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return sum(hidden[:, index].tanh() for index in range(6))
+
+
+class Held(nn.Module):
+    """One gradient goes to both terms, and the other one is still to be used."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        first = hidden * 2
+        kept = hidden.tanh()
+        return (hidden + first) * kept
+
+
+def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, 8, 96), torch.randn(samples)
+
+
+def loss(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return (output * output).mean()
+
+
+@pytest.mark.parametrize("kind", [Sliced, Held])
+def test_added_gradients_are_predicted_as_they_are_measured(kind):
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(96, 96), kind())
+
+    spec = bigmodel.trace(model, batch(2), precision="fp32", target="cpu", loss=loss)
+    plan = Plan(
+        backend="ddp",
+        units=spec.units,
+        micro_batch=64,
+        precision="fp32",
+        optimizer="sgd",
+    )
+    optimizer = partial(torch.optim.SGD, lr=1e-3)
+    measured = measure_memory(
+        lambda: prepare(plan, model, optimizer, loss), lambda _: batch(64)
+    )
+    (rank,) = predict(plan, Costs(spec, ONE_CPU)).ranks
+    assert rank.allocated == pytest.approx(measured.peak, rel=0.001)
