@@ -10,22 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bigmodel.backends.gradient_sums import GradientSums
+from bigmodel.backends.stepping import hold_states, step_task
 from bigmodel.backends.walk import (
     GRADIENTS,
-    MASTERS,
-    OPTIMIZER,
-    STEP,
-    WEIGHTS,
     Step,
     Walk,
     hold_batch,
     hold_inputs,
-    optimizer_state_bytes,
-    step_seconds,
-    step_surge,
+    hold_weights,
     steps_of,
     trainable,
-    weight_bytes,
 )
 from bigmodel.clusters import send_seconds
 from bigmodel.models import Gradient
@@ -185,7 +179,6 @@ class _Device:
         self.has_gradients = False
         self._plan = plan
         self._costs = costs
-        self._width = weight_bytes(plan)
         # fairscale's Pipe goes back through all micro-batches at once.
         pipe = plan.stages is not None and plan.stages.schedule == "gpipe"
         self._sums = GradientSums(plan, costs, builder, one_backward=pipe)
@@ -195,11 +188,8 @@ class _Device:
         """Hold the weights and states of units."""
         sizes = [param.elements for param in trainable(steps)]
         self._sizes += sizes
-        held = sum(step.elements for step in steps)
-        self.builder.hold(WEIGHTS, held * self._width)
-        if self._width == 2:
-            self.builder.hold(MASTERS, sum(sizes) * 4)
-        self.builder.hold(OPTIMIZER, optimizer_state_bytes(self._plan, sum(sizes)))
+        hold_weights(self.builder, self._plan, steps)
+        hold_states(self.builder, self._plan, sizes)
         hold_inputs(self.builder, self._costs, self._plan, steps, batch=False)
 
     def backward(self, walk: Walk, name: str) -> None:
@@ -215,12 +205,5 @@ class _Device:
         """Write the optimizer's step and the end of the gradients."""
         elements = sum(self._sizes)
         self._sums.finish(self._sizes)
-        surge = step_surge(self._plan, self._costs, self._sizes)
-        self.builder.add(
-            Task(
-                label="optimizer step",
-                seconds=step_seconds(self._plan, self._costs, elements),
-                surge=((STEP, surge),),
-            )
-        )
+        self.builder.add(step_task(self._plan, self._costs, self._sizes))
         self.builder.allocate(GRADIENTS, -elements * 4, "drop gradients")

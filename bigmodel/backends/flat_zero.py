@@ -122,10 +122,10 @@ class FlatZero(AbstractPart):
         self._has_bucket = False
         self._bucket: list[tuple[str, int]] = []
         self._filled = 0
-        self._moved = 0
+        self._moved: list[int] = []
         self._has_gradients = False
         self._has_own = False
-        self._left_over = 0
+        self._left_over: list[int] = []
         self._pending: int | None = None
 
     @property
@@ -257,7 +257,7 @@ class FlatZero(AbstractPart):
         if self._filled + size > self._limit:
             self._reduce()
         if size <= self._limit:
-            self._moved += size
+            self._moved.append(size * self._width)
         elif self._states.offloaded:
             surge = ((GRADIENTS, size * self._width),)
             self._builder.add(Task(label="clone gradient", surge=surge))
@@ -266,9 +266,8 @@ class FlatZero(AbstractPart):
 
     def _free_moved(self) -> None:
         if self._moved:
-            size = self._moved * self._width
-            self._builder.allocate(GRADIENTS, -size, "copy into bucket")
-        self._moved = 0
+            self._drop(self._moved, "copy into bucket")
+        self._moved = []
 
     def _reduce(self) -> None:
         if not self._bucket:
@@ -287,13 +286,12 @@ class FlatZero(AbstractPart):
             self._to_host(owned)
         elif owned:
             self._allocate_own()
-        large = sum(size for _, size in self._bucket if size > self._limit)
-        if large and (owned or self._shards):
-            size = large * self._width
-            self._builder.allocate(GRADIENTS, -size, "drop gradient that is too large")
+        sizes = [n * self._width for _, n in self._bucket if n > self._limit]
+        if sizes and (owned or self._shards):
+            self._drop(sizes, "drop gradient that is too large")
         else:
             # Stage 1 keeps the gradients of others to the end of the reduction.
-            self._left_over += large
+            self._left_over += sizes
         self._bucket = []
         self._filled = 0
 
@@ -349,14 +347,19 @@ class FlatZero(AbstractPart):
         if adds_up and not self._compact and not self._states.offloaded:
             size = self._partition.whole(self._rank) * self._width
             builder.allocate(GRADIENTS, -size, "accumulate gradients of this rank")
-        builder.allocate(GRADIENTS, -self._left_over * self._width, "drop gradients")
+        self._drop(self._left_over, "drop gradients")
         if self._has_bucket:
             size = self._limit * self._width * self._buckets
             builder.allocate(BUCKETS, -size, "free buckets")
-        self._left_over = 0
+        self._left_over = []
         self._has_bucket = False
         if not self._compact:
             self._has_own = False
+
+    def _drop(self, sizes: list[int], label: str) -> None:
+        """Write the end of gradients of so many bytes."""
+        gone = [-size for size in sizes]
+        self._builder.allocate(GRADIENTS, sum(gone), label, gone)
 
     def _exchange(self, label: str, seconds: float, surge: int) -> None:
         """Write a collective; without overlap the computing stream waits for it."""

@@ -9,11 +9,13 @@ it adds); CUDA's kernels cast as they read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import final
 
 from bigmodel.backends.walk import GRADIENTS, weight_bytes
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Task
+from bigmodel.simulator.program import single
 
 
 @final
@@ -65,15 +67,17 @@ class GradientSums:
         if self._width == 4 or self.in_fp32 or not sizes:
             return
         if in_bucket:
-            self._builder.allocate(GRADIENTS, sum(sizes) * 4, "gradients to fp32")
+            made = [4 * size for size in sizes]
+            self._builder.allocate(GRADIENTS, sum(made), "gradients to fp32", made)
             return
-        change = sum(sizes) * (4 - self._width)
-        surge = change + sizes[-1] * self._width
+        moved = [n for size in sizes for n in (4 * size, -self._width * size)]
+        change, surge = sum(moved), max(accumulate(moved))
         self._builder.add(
             Task(
                 label="gradients to fp32",
                 change=((GRADIENTS, change),),
                 surge=((GRADIENTS, surge),),
+                tensors=single(GRADIENTS, moved),
             )
         )
 

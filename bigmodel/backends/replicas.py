@@ -16,20 +16,15 @@ from typing import final
 from bigmodel.backends.compression import compression
 from bigmodel.backends.gradient_sums import GradientSums
 from bigmodel.backends.part import AbstractPart
+from bigmodel.backends.stepping import hold_states, step_task
 from bigmodel.backends.walk import (
     BUCKETS,
     GRADIENTS,
     HOOK,
-    MASTERS,
-    OPTIMIZER,
-    STEP,
-    WEIGHTS,
     Walk,
     communication,
     hold_inputs,
-    optimizer_state_bytes,
-    step_seconds,
-    step_surge,
+    hold_weights,
     trainable,
     weight_bytes,
 )
@@ -86,13 +81,10 @@ class Replica(AbstractPart):
         self._missing = 0
         self._sent_before = False
         self._reductions: list[int] = []
-        weights = sum(step.elements for step in walk.steps)
-        builder.hold(WEIGHTS, weights * self._width)
-        if self._width == 2:
-            builder.hold(MASTERS, self._elements * 4)
-        builder.hold(OPTIMIZER, optimizer_state_bytes(plan, self._own))
+        hold_weights(builder, plan, walk.steps)
+        hold_states(builder, plan, [p.elements for p in self._stepped])
         if self._bucketed:
-            builder.hold(BUCKETS, self._elements * self._width)
+            builder.hold(BUCKETS, self._elements * self._width, self._bucket_sizes())
             builder.hold(HOOK, self._hook.held)
         hold_inputs(builder, costs, plan, walk.steps, batch=batch)
 
@@ -163,14 +155,7 @@ class Replica(AbstractPart):
         self._sums.finish(trained, in_bucket=not self._own_gradients)
         if self._sums.in_fp32 and self._bucketed:
             builder.allocate(GRADIENTS, -self._own_gradients, "drop half gradients")
-        stepped = [param.elements for param in self._stepped]
-        builder.add(
-            Task(
-                label="optimizer step",
-                seconds=step_seconds(plan, self._costs, self._own),
-                surge=((STEP, step_surge(plan, self._costs, stepped)),),
-            )
-        )
+        builder.add(step_task(plan, self._costs, [p.elements for p in self._stepped]))
         if self._own < self._elements:
             builder.add(
                 Task(
@@ -185,7 +170,8 @@ class Replica(AbstractPart):
     def drop_gradients(self) -> None:
         """Write the end of the gradients."""
         held = self._elements * 4 if self._width == 2 else self._own_gradients
-        self._builder.allocate(GRADIENTS, -held, "drop gradients")
+        gone = [-4 * param.elements for param in self._trained] if held else []
+        self._builder.allocate(GRADIENTS, -held, "drop gradients", gone)
 
     @property
     def _own_gradients(self) -> int:
@@ -197,16 +183,28 @@ class Replica(AbstractPart):
         if size:
             self._builder.allocate(GRADIENTS, -size, "copy into bucket")
 
+    def _bucket_sizes(self) -> list[int]:
+        """Return the bytes of the buckets, filled from the last parameter on."""
+        sizes = [0]
+        for param in reversed(self._trained):
+            if sizes[-1] >= self._cap(first=len(sizes) == 1):
+                sizes.append(0)
+            sizes[-1] += param.elements * self._width
+        return sizes
+
+    def _cap(self, *, first: bool) -> float:
+        # An explicit cap, even torch's default, holds for the first bucket too.
+        options = self._plan.ddp
+        megabytes = options.bucket_megabytes
+        if first and options.first_bucket_megabytes is not None:
+            megabytes = options.first_bucket_megabytes
+        return megabytes * MIB
+
     def _fill(self, size: int, task: int) -> None:
         self._bucket += size
         self._missing -= size
-        # An explicit cap, even torch's default, holds for the first bucket too.
-        options = self._plan.ddp
-        cap = options.bucket_megabytes
-        if not self._sent_before and options.first_bucket_megabytes is not None:
-            cap = options.first_bucket_megabytes
         # The last gradient sends what is left.
-        if self._bucket >= cap * MIB or not self._missing:
+        if self._bucket >= self._cap(first=not self._sent_before) or not self._missing:
             self._send(task)
 
     def _send(self, task: int) -> None:

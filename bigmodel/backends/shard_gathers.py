@@ -22,8 +22,10 @@ from bigmodel.backends.walk import GATHERED, communication, scratch, weight_byte
 from bigmodel.clusters import group
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Task
-from bigmodel.simulator.program import Stream
+from bigmodel.simulator.program import Stream, single
 
+POOL = "all-gather"
+"""torch makes the outputs on a stream of its own (`all_gather_copy_in_stream`)."""
 ROOT = -1
 """Index of the root group, where those of the blocks are indices of units."""
 
@@ -109,7 +111,9 @@ class Gathers:
         """Free a unit's gathered weights."""
         if at in self._gathered:
             unit = self._groups[at]
-            self._free(self._bytes(unit), f"reshard {unit.label}")
+            label = f"reshard {unit.label}"
+            sizes = [-size * self._width for size in unit.sizes]
+            self._builder.allocate(GATHERED, -self._bytes(unit), label, sizes)
             self._gathered.discard(at)
 
     def _unshard(self, at: int) -> tuple[int, ...]:
@@ -123,6 +127,7 @@ class Gathers:
                 label=f"copy out {unit.label}",
                 after=(gather,),
                 change=((GATHERED, self._bytes(unit)),),
+                tensors=single(GATHERED, (n * self._width for n in unit.sizes)),
             )
         )
         if at in self._smaller:
@@ -162,6 +167,7 @@ class Gathers:
                 after=waits,
                 change=((GATHERED, size),),
                 surge=((GATHERED, size + cast + self._scratch(size)),),
+                pool=POOL,
             )
         )
 
@@ -187,7 +193,8 @@ class Gathers:
 
     def _free_output(self, at: int) -> None:
         unit = self._groups[at]
-        self._free(self._output_bytes(unit), f"free all-gather {unit.label}")
+        size, label = self._output_bytes(unit), f"free all-gather {unit.label}"
+        self._builder.allocate(GATHERED, -size, label, pool=POOL)
 
     def _free(self, size: int, label: str) -> None:
         self._builder.allocate(GATHERED, -size, label)

@@ -24,10 +24,14 @@ class ShardGroup:
     """Elements of all shards together, each padded in dim 0 to equal size."""
     trained: int
     """The same of trained parameters."""
-    gradients: int
-    """Elements of their gradients, which carry no padding."""
+    gradients: tuple[int, ...]
+    """Elements of each of their gradients, which carry no padding."""
     largest: int
     """Elements of the largest parameter."""
+    sizes: tuple[int, ...]
+    """Elements of all shards of each parameter."""
+    trained_sizes: tuple[int, ...]
+    """The same of trained parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,18 +89,22 @@ def is_ignored(name: str, paths: tuple[str, ...]) -> bool:
 
 
 def _group(label: str, params: Iterable[Param], ranks: int) -> ShardGroup:
-    padded = {True: 0, False: 0}
-    gradients = largest = 0
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    gradients: list[int] = []
+    largest = 0
     for param in params:
-        padded[param.trainable] += _shard(param, ranks) * ranks
-        gradients += param.elements if param.trainable else 0
+        sizes[param.trainable].append(_shard(param, ranks) * ranks)
+        if param.trainable:
+            gradients.append(param.elements)
         largest = max(largest, param.elements)
     return ShardGroup(
         label=label,
-        padded=padded[True] + padded[False],
-        trained=padded[True],
-        gradients=gradients,
+        padded=sum(sizes[True]) + sum(sizes[False]),
+        trained=sum(sizes[True]),
+        gradients=tuple(gradients),
         largest=largest,
+        sizes=(*sizes[True], *sizes[False]),
+        trained_sizes=tuple(sizes[True]),
     )
 
 

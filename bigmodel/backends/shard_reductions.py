@@ -16,14 +16,12 @@ from typing import final
 from bigmodel.backends.host import copy_seconds, host_step_seconds
 from bigmodel.backends.shard_gathers import offloads
 from bigmodel.backends.shard_groups import Partition, ShardGroup
+from bigmodel.backends.stepping import step_task
 from bigmodel.backends.walk import (
     BUCKETS,
     GRADIENTS,
-    STEP,
     communication,
     scratch,
-    step_seconds,
-    step_surge,
     weight_bytes,
 )
 from bigmodel.clusters import group
@@ -31,6 +29,8 @@ from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Task
 from bigmodel.simulator.program import Stream
 
+POOL = "reduce-scatter"
+"""torch makes what a reduction returns on the stream of reductions."""
 REDUCE_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of one element while gradients are reduced."""
 
@@ -91,17 +91,16 @@ class Reductions:
         """
         if self.in_place:
             return
-        kept = unit.gradients * self._reduce_width
         if unit.label in self._accumulated:
             self._cast(unit)
         elif keep:
             label = f"gradients to fp32 {unit.label}"
-            self._builder.allocate(GRADIENTS, kept, label)
+            kept = [size * self._reduce_width for size in unit.gradients]
+            self._builder.allocate(GRADIENTS, sum(kept), label, kept)
             self._accumulated.add(unit.label)
         else:
             return
-        made = unit.gradients * self._width
-        self._free(GRADIENTS, made, f"drop half gradients {unit.label}")
+        self._drop(unit, self._width, f"drop half gradients {unit.label}")
 
     def reduce(self, unit: ShardGroup, *, last: bool) -> None:
         """Reduce a group's gradients, or the sum that they were added to, to shards."""
@@ -115,8 +114,7 @@ class Reductions:
         added = unit.label in self._accumulated
         width = self._reduce_width if added else self._width
         self._accumulated.discard(unit.label)
-        label = f"copied gradients {unit.label}"
-        self._free(GRADIENTS, unit.gradients * width, label)
+        self._drop(unit, width, f"copied gradients {unit.label}")
         self._reducing = size
         self._tasks.append(self._reduce_scatter(unit, size, computed, last))
 
@@ -152,15 +150,7 @@ class Reductions:
         if self._offloads:
             self._step_on_host()
             return
-        trained = self.shards + self.whole
-        surge = step_surge(self._plan, self._costs, self._stepped)
-        self._builder.add(
-            Task(
-                label="optimizer step",
-                seconds=step_seconds(self._plan, self._costs, trained),
-                surge=((STEP, surge),),
-            )
-        )
+        self._builder.add(step_task(self._plan, self._costs, self._stepped))
 
     def drop_gradients(self) -> None:
         """Write the end of the gradients; on the host they have a fixed place."""
@@ -187,6 +177,7 @@ class Reductions:
                 after=(computed,),
                 change=((GRADIENTS, made), (BUCKETS, held)),
                 surge=((GRADIENTS, sent), (BUCKETS, max(scratched, cast))),
+                pool=POOL,
             )
         )
         if not self._offloads or (self._replicated and not last):
@@ -238,6 +229,11 @@ class Reductions:
             )
         )
         self._builder.add(Task(label="wait for the host", after=(step,)))
+
+    def _drop(self, unit: ShardGroup, width: int, label: str) -> None:
+        """Write the end of a group's whole gradients, of so many bytes an element."""
+        gone = [-size * width for size in unit.gradients]
+        self._builder.allocate(GRADIENTS, sum(gone), label, gone)
 
     def _free(self, kind: str, size: int, label: str) -> None:
         self._builder.allocate(kind, -size, label)

@@ -18,13 +18,13 @@ from bigmodel.backends.part import AbstractPart
 from bigmodel.backends.shard_gathers import ROOT, Gathers, offloads
 from bigmodel.backends.shard_groups import full_name, is_ignored, partition
 from bigmodel.backends.shard_reductions import Reductions
+from bigmodel.backends.stepping import hold_states, optimizer_state_bytes
 from bigmodel.backends.walk import (
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
     Walk,
     hold_inputs,
-    optimizer_state_bytes,
 )
 from bigmodel.models import Gradient
 from bigmodel.plans import Plan
@@ -76,8 +76,11 @@ class Shards(AbstractPart):
             builder.hold_on_host(GRADIENTS, trained * 4)
             builder.hold_on_host(OPTIMIZER, states)
         else:
-            builder.hold(WEIGHTS, (shards + kept) * 4)
-            builder.hold(OPTIMIZER, states)
+            padded = [size for unit in parts.groups for size in unit.sizes]
+            sizes = [4 * size // plan.mesh.shard for size in padded]
+            sizes += [4 * param.elements for param in parts.whole]
+            builder.hold(WEIGHTS, (shards + kept) * 4, sizes)
+            hold_states(builder, plan, parts.stepped)
         hold_inputs(builder, costs, plan, walk.steps, batch=batch)
 
     def forward(self, index: int) -> None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from bigmodel.backends.kept_inputs import KeptInputs
-from bigmodel.models import OPTIMIZERS, Gradient, Param, Placed, Unit
+from bigmodel.models import Gradient, Param, Placed, Unit
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Segment, Task
 from bigmodel.simulator.program import Stream, merge
-from bigmodel.simulator.roofline import pass_seconds
 
 WEIGHTS = "weights"
 MASTERS = "fp32 master weights"
@@ -45,6 +43,9 @@ class Step:
 
     placed: Placed
     policy: str
+    tapes: str
+    """Key of its phases: its policy, or beside the blocks that of the block it feeds,
+    which decides how long what it hands over lives."""
     owned: tuple[Param, ...]
     """Parameters that this rank holds for the unit: no tied copies of its own."""
     receives_input: bool = False
@@ -96,14 +97,17 @@ def steps_of(
         for param in p.unit.params
         if param.tied_to is not None and param.tied_to in here
     )
-    steps = []
-    for p in placed:
+    steps: list[Step] = []
+    tapes = "none"
+    for p in reversed(placed):
+        tapes = policies.get(p.path, tapes)
         copies = tuple(param for param in p.unit.params if param.tied_to is not None)
         apart = tuple(param for param in copies if param.tied_to not in here)
         steps.append(
             Step(
                 placed=p,
                 policy=policies.get(p.path, "none"),
+                tapes=tapes,
                 owned=(
                     *p.unit.owned(),
                     *(param for param in apart if param.tied_to not in there),
@@ -112,7 +116,7 @@ def steps_of(
                 settled=settled,
             )
         )
-    return tuple(steps)
+    return tuple(reversed(steps))
 
 
 def gradient_name(placed: Placed, gradient: Gradient) -> str:
@@ -171,33 +175,14 @@ def hold_batch(builder: ProgramBuilder, costs: Costs, plan: Plan) -> None:
         keep(BATCH, sample * plan.micro_batch)
 
 
-def optimizer_state_bytes(plan: Plan, elements: float) -> int:
-    """Return the bytes of the fp32 states that the optimizer keeps."""
-    return int(OPTIMIZERS.get(plan.optimizer).states * elements * 4)
-
-
-def step_surge(plan: Plan, costs: Costs, sizes: Sequence[float]) -> int:
-    """Return the bytes that an optimizer's step holds for a moment.
-
-    Args:
-        plan: Names the optimizer.
-        costs: Says which device; CUDA takes the foreach form.
-        sizes: Elements of the parameters that this rank steps, in the step's order.
-    """
-    row = OPTIMIZERS.get(plan.optimizer)
-    if costs.cluster.device.kind == "cuda":
-        return int(row.foreach_copies * sum(sizes) * 4)
-    held = (
-        row.loop_copies * size + row.loop_keeps * before
-        for before, size in pairwise((0, *sizes))
-    )
-    return int(max(held, default=0) * 4)
-
-
-def step_seconds(plan: Plan, costs: Costs, elements: float) -> float:
-    """Return the seconds of an optimizer's step over this many parameters."""
-    row = OPTIMIZERS.get(plan.optimizer)
-    return pass_seconds(row.passes * elements * 4, costs.cluster.device)
+def hold_weights(builder: ProgramBuilder, plan: Plan, steps: Sequence[Step]) -> None:
+    """Hold whole weights, and fp32 masters of trained ones where weights are 16-bit."""
+    width = weight_bytes(plan)
+    sizes = [param.elements for step in steps for param in step.owned]
+    builder.hold(WEIGHTS, sum(sizes) * width, [size * width for size in sizes])
+    if width == 2:
+        kept = [4 * param.elements for param in trainable(steps)]
+        builder.hold(MASTERS, sum(kept), kept)
 
 
 class Walk:
@@ -330,7 +315,7 @@ class Walk:
         makes to others, and frees some of what they made.
 
         Args:
-            policy: Key of the phases; None: every unit's recompute policy.
+            policy: Key of the phases; None: every unit's `tapes`.
             phases: Those that are summed.
         """
         changes = (
@@ -345,7 +330,7 @@ class Walk:
     ) -> tuple[Segment, ...]:
         return self.costs.segments(
             step.unit,
-            policy or step.policy,
+            policy or step.tapes,
             phase,
             self.plan.micro_batch,
             receives_input=step.receives_input,
@@ -356,7 +341,7 @@ class Walk:
     def _whole(self, step: Step, phase: str, policy: str | None = None) -> Segment:
         return self.costs.whole(
             step.unit,
-            policy or step.policy,
+            policy or step.tapes,
             phase,
             self.plan.micro_batch,
             receives_input=step.receives_input,
@@ -383,5 +368,6 @@ class Walk:
                 after=waits,
                 change=segment.change,
                 surge=segment.surge,
+                tensors=segment.tensors,
             )
         )

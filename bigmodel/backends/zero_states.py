@@ -10,14 +10,13 @@ from __future__ import annotations
 from typing import final
 
 from bigmodel.backends.host import copy_seconds, disk_seconds, host_step_seconds
-from bigmodel.backends.walk import (
-    MASTERS,
-    OPTIMIZER,
-    STEP,
+from bigmodel.backends.stepping import (
     optimizer_state_bytes,
+    state_sizes,
     step_seconds,
     step_surge,
 )
+from bigmodel.backends.walk import MASTERS, OPTIMIZER, STEP
 from bigmodel.plans import Plan
 from bigmodel.plans.options.offload import Tier
 from bigmodel.simulator import Costs, ProgramBuilder, Task
@@ -46,14 +45,25 @@ class States:
         """Hold masters and states of this many elements, in the plan's tier."""
         tier = tier or self._plan.offload.optimizer
         self.keep(tier, MASTERS, elements * 4)
-        self.keep(tier, OPTIMIZER, optimizer_state_bytes(self._plan, elements))
+        # Made at once (`initialize_optimizer_states`), and not at the first step.
+        states = optimizer_state_bytes(self._plan, elements)
+        self.keep(tier, OPTIMIZER, states, state_sizes(self._plan, [elements]))
 
-    def keep(self, tier: Tier, kind: str, num_bytes: int) -> None:
-        """Hold bytes in a tier; a CPU's own memory is that of its machine."""
+    def keep(
+        self, tier: Tier, kind: str, num_bytes: int, sizes: list[int] | None = None
+    ) -> None:
+        """Hold bytes in a tier; a CPU's own memory is that of its machine.
+
+        Args:
+            tier: Where.
+            kind: Who holds them.
+            num_bytes: How much.
+            sizes: Bytes of the single tensors; None: it is one.
+        """
         if tier == "disk":
             self._builder.hold_on_disk(kind, num_bytes)
         elif tier == "device" or not self.apart:
-            self._builder.hold(kind, num_bytes)
+            self._builder.hold(kind, num_bytes, sizes)
         else:
             self._builder.hold_on_host(kind, num_bytes)
 

@@ -91,13 +91,16 @@ def rejected_table(rejected: Iterable[Rejected]) -> Table:
 
 
 def _verdict(estimate: Estimate) -> str:
-    capacity = format_bytes(estimate.capacity)
+    capacity, high = format_bytes(estimate.capacity), format_bytes(estimate.high)
     if estimate.fits:
         left = format_bytes(estimate.capacity - estimate.high)
-        return f"fits: {left} of {capacity} are left at the upper end of the interval"
+        return (
+            f"fits: the device total is at most {high} (upper end of its interval) of "
+            f"{capacity}; {left} are left"
+        )
     return (
-        f"does not fit: {format_bytes(estimate.high)} at the upper end of the interval "
-        f"is {format_bytes(estimate.missing)} more than {capacity}"
+        f"does not fit: the device total can be {high} (upper end of its interval), "
+        f"{format_bytes(estimate.missing)} more than {capacity}"
     )
 
 

@@ -3,6 +3,7 @@
 Plans are simulated in the order of their lower bound of time. The search ends when the
 next bound is no better than the slowest of the plans that are kept: what is left cannot
 be faster. Everything is deterministic; ties go to the plan that was enumerated first.
+What the allocator reserves is replayed for the plans that are kept (`finalists.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bigmodel.models import OPTIMIZERS, ModelSpec
 from bigmodel.plans import Plan, Precision
 from bigmodel.search.bounds import Bounds
 from bigmodel.search.decision import Decision
+from bigmodel.search.finalists import Finalists
 from bigmodel.search.predicting import predict
 from bigmodel.search.prediction import Estimate
 from bigmodel.search.rejections import Rejected
@@ -103,15 +105,17 @@ def _best_first(
     rejected: list[Rejected],
 ) -> tuple[list[Estimate], list[Estimate], int]:
     """Return the plans to keep, fastest first, those that do not fit, and a count."""
-    kept: list[tuple[float, int, Estimate]] = []
+    # Pictures are drawn of the plans that are kept, so these are simulated in full.
+    finalists = Finalists(keep, lambda plan: predict(plan, costs))
     missed: list[Estimate] = []
     hopeless: list[Plan] = []
     capacity = costs.cluster.device.memory
     simulated = 0
     for candidate in sorted(candidates):
         plan = candidate.plan
-        if len(kept) >= keep and candidate.bound >= kept[-1][0]:
-            rejected.append(Rejected(plan=plan, reason=_slower(candidate.bound, kept)))
+        if finalists.are_faster_than(candidate.bound):
+            reason = _slower(candidate.bound, finalists.slowest)
+            rejected.append(Rejected(plan=plan, reason=reason))
             continue
         least = bounds.memory(plan)
         if least > capacity:
@@ -122,35 +126,35 @@ def _best_first(
             )
             rejected.append(Rejected(plan=plan, reason=reason))
             continue
-        estimate = predict(plan, costs, spans=False)
+        estimate = predict(plan, costs, spans=False, replays=False)
         simulated += 1
-        if not estimate.fits:
+        if estimate.fits:
+            finalists.add(candidate.order, estimate)
+        else:
             missed.append(estimate)
             rejected.append(_too_large(estimate))
-            continue
-        kept.append((estimate.seconds, candidate.order, estimate))
-        kept.sort(key=lambda entry: entry[:2])
-        if len(kept) > keep:
-            slowest = kept.pop()[2]
-            rejected.append(
-                Rejected(
-                    plan=slowest.plan,
-                    reason=f"fits, but takes {format_seconds(slowest.seconds)}",
-                    estimate=slowest,
-                )
-            )
+    kept = finalists.best()
+    missed += finalists.misfits
+    rejected += [_too_large(estimate) for estimate in finalists.misfits]
+    rejected += [
+        Rejected(
+            plan=estimate.plan,
+            reason=f"takes {format_seconds(estimate.seconds)}, longer than those kept",
+            estimate=estimate,
+        )
+        for estimate in finalists.others()
+    ]
     if not kept and not missed:
         # Something must be said of the closest plan, however far it is.
         least = min(map(bounds.memory, hopeless))
         close = [plan for plan in hopeless if bounds.memory(plan) == least]
         smallest = min(plan.micro_batch for plan in close)
         missed += [
-            predict(plan, costs, spans=False)
+            predict(plan, costs, spans=False, replays=False)
             for plan in close
             if plan.micro_batch == smallest
         ]
-    # Pictures are drawn of the plans that are kept, so these are simulated in full.
-    return [predict(entry[2].plan, costs) for entry in kept], missed, simulated
+    return kept, missed, simulated
 
 
 def _too_large(estimate: Estimate) -> Rejected:
@@ -162,10 +166,10 @@ def _too_large(estimate: Estimate) -> Rejected:
     )
 
 
-def _slower(bound: float, kept: list[tuple[float, int, Estimate]]) -> str:
+def _slower(bound: float, slowest: float) -> str:
     return (
         f"computing alone takes {format_seconds(bound)}, longer than "
-        f"{format_seconds(kept[-1][0])}"
+        f"{format_seconds(slowest)}"
     )
 
 

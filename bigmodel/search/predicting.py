@@ -5,40 +5,64 @@ Micro-batches repeat. A step without stages is written with at most three, the f
 one in the middle and the last; the seconds of the others are the difference that one
 makes. A pipeline is written with four rounds of its stages, and the difference of one
 round is that of `stages` micro-batches.
+
+[Note: What the allocator reserves]
+A replay on the allocator takes longer than the simulation itself, so a search leaves it
+out until it has candidates for the end. Without it reserved bytes are those allocated,
+which is the least they can be: a plan that does not fit then does not fit at all.
+
+Ranks of one stage differ in the gradients that they own. The one with the highest peak
+is replayed, and the others are taken to cache as much. Devices of one process do
+different things, and each is replayed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bigmodel.backends.catalog import BACKENDS
 from bigmodel.errors import UsageError, raise_if_any
 from bigmodel.plans import Plan
-from bigmodel.search.capacity import HIGH, LOW, outside_terms, reserved_terms
+from bigmodel.search.capacity import (
+    cached_term,
+    interval,
+    outside_terms,
+    workspace_terms,
+    workspaces,
+)
 from bigmodel.search.prediction import Estimate, RankMemory, Term
 from bigmodel.search.reasons import because
 from bigmodel.search.rules import violations
-from bigmodel.simulator import Costs, Program, Timeline, simulate
+from bigmodel.simulator import Costs, Program, Replayed, Timeline, replay, simulate
 
 
-def predict(plan: Plan, costs: Costs, *, spans: bool = True) -> Estimate:
+def predict(
+    plan: Plan, costs: Costs, *, spans: bool = True, replays: bool = True
+) -> Estimate:
     """Return the predicted memory and time of a plan.
 
     Args:
         plan: Valid for the model and the cluster.
         costs: Of the model on the cluster; share it between plans.
         spans: Whether the timelines are to say when every task runs.
+        replays: Whether the allocator is replayed. If not, reserved bytes are the least
+            that they can be, see [Note: What the allocator reserves].
 
     Raises:
         UsageError: The plan breaks rules; lists all of them.
     """
     raise_if_any(list(violations(plan, costs.model, costs.cluster)), UsageError)
     programs, timelines, seconds = _simulate(plan, costs, spans)
+    replayed = _replayed(plan, costs, programs, timelines) if replays else {}
     ranks = tuple(
-        _memory(plan, costs, program, index, timeline)
+        _memory(plan, costs, program, index, timeline, replayed.get(index))
         for index, (program, timeline) in enumerate(
             zip(programs, timelines, strict=True)
         )
     )
-    total = max(rank.device_total for rank in ranks)
+    ends = [
+        interval(plan, costs.cluster, rank.allocated, rank.reserved) for rank in ranks
+    ]
     model, cluster = costs.model, costs.cluster
     samples = plan.global_batch / seconds
     slowest = max(timelines, key=lambda timeline: timeline.busy["compute"])
@@ -50,8 +74,8 @@ def predict(plan: Plan, costs: Costs, *, spans: bool = True) -> Estimate:
         plan=plan,
         ranks=ranks,
         capacity=cluster.device.memory,
-        low=int(total * LOW),
-        high=int(total * HIGH),
+        low=max(low for low, _ in ends),
+        high=max(high for _, high in ends),
         seconds=seconds,
         compute_seconds=compute,
         exposed_seconds=seconds - compute,
@@ -87,28 +111,63 @@ def _simulate(
     return programs, timelines, seconds
 
 
+def _replayed(
+    plan: Plan,
+    costs: Costs,
+    programs: Sequence[Program],
+    timelines: Sequence[Timeline],
+) -> dict[int, tuple[int, Replayed]]:
+    """Return, by program, the peak of tensors and the replay that stand for it.
+
+    See [Note: What the allocator reserves].
+    """
+    if costs.cluster.device.kind == "cpu":
+        return {}
+    alike: dict[int, list[int]] = {}
+    for index, program in enumerate(programs):
+        ranks = program.ranks or plan.mesh.stage_ranks(index)
+        key = plan.mesh.stage(ranks[0]) if plan.devices_per_process == 1 else index
+        alike.setdefault(key, []).append(index)
+    found: dict[int, tuple[int, Replayed]] = {}
+    for members in alike.values():
+        fullest = max(members, key=lambda index: timelines[index].peak.num_bytes)
+        peak = timelines[fullest].peak.num_bytes
+        run = replay(programs[fullest], workspaces=workspaces(costs.cluster))
+        found |= dict.fromkeys(members, (peak, run))
+    return found
+
+
 def _memory(
-    plan: Plan, costs: Costs, program: Program, index: int, timeline: Timeline
+    plan: Plan,
+    costs: Costs,
+    program: Program,
+    index: int,
+    timeline: Timeline,
+    replayed: tuple[int, Replayed] | None,
 ) -> RankMemory:
     ranks = program.ranks or plan.mesh.stage_ranks(index)
     peak = timeline.peak
-    base = sum(count for _, count in timeline.base)
     tensors = tuple(
         Term(name=holder, num_bytes=count, because=because(holder, plan, costs.model))
         for holder, count in peak.holders
     )
-    cached = reserved_terms(costs.cluster, max(peak.num_bytes - base, 0))
+    inside = workspace_terms(costs.cluster)
+    spaces = sum(term.num_bytes for term in inside)
+    cached: tuple[Term, ...] = ()
+    if replayed is not None:
+        cached = (cached_term(replayed[0] + spaces, replayed[1]),)
     outside = outside_terms(plan, costs.cluster)
-    reserved = peak.num_bytes + sum(term.num_bytes for term in cached)
-    terms = sorted((*tensors, *cached, *outside), key=lambda t: -t.num_bytes)
+    allocated = peak.num_bytes + spaces
+    reserved = allocated + sum(term.num_bytes for term in cached)
+    terms = (*tensors, *inside, *cached, *outside)
     return RankMemory(
         stage=plan.mesh.stage(ranks[0]),
         ranks=ranks,
-        allocated=peak.num_bytes,
+        allocated=allocated,
         reserved=reserved,
         device_total=reserved + sum(term.num_bytes for term in outside),
         moment=peak.moment,
-        terms=tuple(terms),
+        terms=tuple(sorted(terms, key=lambda term: -term.num_bytes)),
         host=sum(count for _, count in program.host),
         disk=sum(count for _, count in program.disk),
     )

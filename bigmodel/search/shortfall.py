@@ -17,15 +17,17 @@ _LARGEST_FACTOR = 256
 
 def explain_shortfall(missed: Sequence[Estimate], costs: Costs) -> str:
     """Return what the user of a cluster that is too small should read."""
-    closest = min(missed, key=lambda estimate: estimate.high)
+    # Most were simulated without the allocator.
+    plan = min(missed, key=lambda estimate: estimate.high).plan
+    closest = predict(plan, costs, spans=False)
     rank = closest.fullest
     ranks = rank.ranks
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
     lines = [
         f"nothing fits {costs.model.name} on {costs.cluster.describe()}",
         f"closest plan: {closest.plan.describe()}",
-        f"it needs {format_bytes(closest.high)} (upper end of the interval) of "
-        f"{format_bytes(closest.capacity)} on {where}: "
+        f"it needs a device total of {format_bytes(closest.high)} (upper end of the "
+        f"interval) of {format_bytes(closest.capacity)} on {where}: "
         f"{format_bytes(closest.missing)} too much",
         f"at the peak ({rank.moment}) the bytes are held by:",
     ]

@@ -5,10 +5,18 @@ Tasks are listed in the order in which the host issues them, and memory is alloc
 freed in that order: torch's allocators serve the host, whenever the device gets to the
 work. Time is different: a stream runs its tasks one after another, and a task waits for
 those it names. Live bytes therefore do not depend on seconds.
+
+[Note: Sums and single tensors]
+Live bytes are counted in sums: what a task changes, and its worst moment. What the
+allocator makes of them depends on single tensors in order, so a task can say which they
+are (`tensors`); nobody looks at them unless the allocator is replayed (`replay.py`).
+Where it does not, every entry of its sums is one tensor. What goes is named by size
+alone, as in a tape.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,6 +39,15 @@ class Task:
     """What is live after the task and was not before."""
     surge: Holdings = ()
     """What is live beyond the start of the task at its worst moment."""
+    tensors: Holdings = ()
+    """The single tensors that come, and go where negative, in order: their sum is
+    `change`, their worst moment that of `surge`. Empty: one for each entry of these.
+    See [Note: Sums and single tensors]."""
+    pool: str = "compute"
+    """The stream that is current when they come: the allocator has a pool for each."""
+    first: Holdings = ()
+    """Tensors of the program's base that come when this task begins for the first time:
+    an optimizer's states."""
     sends: str | None = None
     """Name of the message that is ready when the task ends."""
     receives: str | None = None
@@ -44,6 +61,9 @@ class Program:
     tasks: tuple[Task, ...]
     base: Holdings = field(default=())
     """What is live before the step and after it."""
+    layout: Holdings = field(default=())
+    """The single tensors of the base in the order in which they are made, but for those
+    that a task makes at first."""
     ranks: tuple[int, ...] = ()
     """Ranks that run it; empty: all of the pipeline stage with the program's index."""
     host: Holdings = ()
@@ -59,6 +79,11 @@ def merge(*holdings: Holdings) -> Holdings:
         for kind, count in holding:
             sums[kind] = sums.get(kind, 0) + count
     return tuple((kind, count) for kind, count in sums.items() if count)
+
+
+def single(kind: str, sizes: Iterable[int]) -> Holdings:
+    """Return an entry for every tensor; sizes are negative where they go."""
+    return tuple((kind, size) for size in sizes if size)
 
 
 def total(holdings: Holdings) -> int:
@@ -77,12 +102,23 @@ class ProgramBuilder:
         self._ranks = ranks
         self._tasks: list[Task] = []
         self._base: list[tuple[str, int]] = []
+        self._layout: list[tuple[str, int]] = []
         self._host: list[tuple[str, int]] = []
         self._disk: list[tuple[str, int]] = []
 
-    def hold(self, kind: str, num_bytes: float) -> None:
-        """Note what is live through the whole step."""
+    def hold(
+        self, kind: str, num_bytes: float, sizes: Iterable[int] | None = None
+    ) -> None:
+        """Note what is live through the whole step.
+
+        Args:
+            kind: Who holds it.
+            num_bytes: How much.
+            sizes: Bytes of the single tensors; None: it is one, and none where a task
+                makes them (`Task.first`).
+        """
         self._base.append((kind, int(num_bytes)))
+        self._layout += single(kind, (int(num_bytes),) if sizes is None else sizes)
 
     def hold_on_host(self, kind: str, num_bytes: float) -> None:
         """Note what lies in the machine's memory through the whole step."""
@@ -97,9 +133,31 @@ class ProgramBuilder:
         self._tasks.append(task)
         return len(self._tasks) - 1
 
-    def allocate(self, kind: str, num_bytes: float, label: str) -> int:
-        """Append a task that only allocates, or frees where bytes are negative."""
-        return self.add(Task(label=label, change=((kind, int(num_bytes)),)))
+    def allocate(
+        self,
+        kind: str,
+        num_bytes: float,
+        label: str,
+        sizes: Sequence[int] = (),
+        pool: str = "compute",
+    ) -> int:
+        """Append a task that only allocates, or frees where bytes are negative.
+
+        Args:
+            kind: Who holds it.
+            num_bytes: How much.
+            label: For reports.
+            sizes: Bytes of the single tensors, signed alike; empty: it is one.
+            pool: The stream that is current.
+        """
+        return self.add(
+            Task(
+                label=label,
+                change=((kind, int(num_bytes)),),
+                tensors=single(kind, sizes) if sizes else (),
+                pool=pool,
+            )
+        )
 
     @property
     def last(self) -> int:
@@ -111,6 +169,7 @@ class ProgramBuilder:
         return Program(
             tasks=tuple(self._tasks),
             base=merge(tuple(self._base)),
+            layout=tuple(self._layout),
             ranks=self._ranks,
             host=merge(tuple(self._host)),
             disk=merge(tuple(self._disk)),

@@ -33,6 +33,8 @@ class Segment:
     seconds: float
     change: Holdings
     surge: Holdings
+    tensors: Holdings = ()
+    """Every tensor that comes or goes, in order; see `program.Task`."""
     gradients: tuple[Gradient, ...] = ()
     """Complete at the end of the segment."""
 
@@ -56,6 +58,7 @@ def join(segments: Iterable[Segment]) -> Segment:
     """Return one segment for several that nobody looks between."""
     seconds, level, worst = 0.0, {}, {}
     gradients: tuple[Gradient, ...] = ()
+    tensors: Holdings = ()
     highest = 0
     for segment in segments:
         base = sum(level.values())
@@ -65,10 +68,12 @@ def join(segments: Iterable[Segment]) -> Segment:
         level = _plus(level, segment.change)
         seconds += segment.seconds
         gradients += segment.gradients
+        tensors += segment.tensors
     return Segment(
         seconds=seconds,
         change=_holdings(level),
         surge=_holdings(worst),
+        tensors=tensors,
         gradients=gradients,
     )
 
@@ -142,12 +147,14 @@ def _fold(
     level: dict[str, int] = {}
     live = highest = 0
     worst: dict[str, int] = {}
+    tensors: list[tuple[str, int]] = []
     for event in events:
         if isinstance(event, Op):
             seconds += op_seconds(event, micro_batch, device)
             continue
         count = event.sign * event.size.at(micro_batch)
         holder = HOLDER[event.kind]
+        tensors.append((holder, count))
         level[holder] = level.get(holder, 0) + count
         live += count
         if live > highest:
@@ -156,6 +163,7 @@ def _fold(
         seconds=seconds,
         change=_holdings(level),
         surge=_holdings(worst),
+        tensors=tuple(tensors),
         gradients=gradients,
     )
 

@@ -85,7 +85,7 @@ def test_tables_are_printed_without_json(config):
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "deepspeed ZeRO-2 [shard 2] micro-batch 1 x 4 recompute all" in result.stdout
-    assert "activations" in result.stdout
+    assert "optimizer states" in result.stdout
 
 
 def test_estimating_stages(config):

@@ -1,4 +1,4 @@
-"""Two small traced models and the clusters that the laws are tried on."""
+"""Small traced models and the clusters that the laws are tried on."""
 
 from __future__ import annotations
 
@@ -31,6 +31,22 @@ def tiny_gpt() -> nn.Module:
     )
 
 
+def tiny_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=8,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=256,
+            use_cache=False,
+        )
+    )
+
+
 def tiny_mlp() -> nn.Module:
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96))
@@ -42,10 +58,10 @@ def mlp_loss(output: torch.Tensor, batch: tuple) -> torch.Tensor:
     return nn.functional.mse_loss(output, batch[1])
 
 
-def trace_gpt(precision: str) -> ModelSpec:
+def trace_tokens(make: Callable[[], nn.Module], precision: str) -> ModelSpec:
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}
-    return bigmodel.trace(tiny_gpt, batch, precision=precision)
+    return bigmodel.trace(make, batch, precision=precision)
 
 
 def trace_mlp(precision: str) -> ModelSpec:
@@ -53,14 +69,23 @@ def trace_mlp(precision: str) -> ModelSpec:
     return bigmodel.trace(tiny_mlp, batch, precision=precision, loss=mlp_loss)
 
 
+class Specs(dict[tuple[str, str], ModelSpec]):
+    """Models by name and precision, traced when they are first asked for."""
+
+    def __missing__(self, key: tuple[str, str]) -> ModelSpec:
+        name, precision = key
+        if name == "mlp":
+            self[key] = trace_mlp(precision)
+        else:
+            make = {"gpt": tiny_gpt, "llama": tiny_llama}[name]
+            self[key] = trace_tokens(make, precision)
+        return self[key]
+
+
 @pytest.fixture(scope="session")
-def specs() -> dict[tuple[str, str], ModelSpec]:
-    """Traced models by name and precision."""
-    return {
-        (name, precision): trace(precision)
-        for name, trace in (("gpt", trace_gpt), ("mlp", trace_mlp))
-        for precision in ("fp32", "bf16")
-    }
+def specs() -> Specs:
+    """Models gpt, llama and mlp in any precision."""
+    return Specs()
 
 
 @pytest.fixture(scope="session")

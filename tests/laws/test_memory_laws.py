@@ -75,7 +75,8 @@ def plans_of(spec, world: int, accumulation: int = 2) -> dict[str, Plan]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("model", MODELS)
+# Recomputed, Llama's first block keeps other parts of what it is handed.
+@pytest.mark.parametrize("model", [*MODELS, "llama"])
 def test_a_step_leaves_no_byte_behind(specs, cluster_of, model, precision):
     spec = specs[model, precision]
     for world in (2, 4):

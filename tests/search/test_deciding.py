@@ -11,6 +11,7 @@ from torch import nn
 import bigmodel
 from bigmodel.clusters import Cluster
 from bigmodel.clusters.notation import from_table
+from bigmodel.clusters.overheads import communicator, context
 from bigmodel.errors import InvalidPlanError, NothingFitsError, UnknownNameError
 from bigmodel.models import ModelSpec
 from bigmodel.search import decide, predict
@@ -64,9 +65,9 @@ def exhaustive(spec: ModelSpec, where: Cluster, batch: int) -> list[float]:
 @pytest.mark.parametrize("spare", [8 * MIB, 20 * MIB, 2000 * MIB])
 @pytest.mark.parametrize("batch", [12, 48])
 def test_equals_exhaustive_search(spec, devices, spare, batch):
-    from bigmodel.search.capacity import COMMUNICATOR, CUDA_CONTEXT
-
-    where = cluster(devices, CUDA_CONTEXT + 2 * COMMUNICATOR + 40 * MIB + spare)
+    table = cluster(devices, 2000 * MIB)
+    beside = context(table.device).high + 2 * communicator(table.node.link).high
+    where = cluster(devices, beside + 40 * MIB + spare)
     expected = exhaustive(spec, where, batch)
     if not expected:
         with pytest.raises(NothingFitsError):

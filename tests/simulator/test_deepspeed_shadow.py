@@ -326,7 +326,7 @@ def test_live_weights_stay_within_their_limit():
             if event.kind == "gather":
                 live += event.gathering.flat
                 highest = max(highest, live)
-        live -= visit.released
+        live -= sum(visit.released)
     assert live == 0
     assert highest < MAX_LIVE + 2 * size
 

@@ -14,20 +14,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bigmodel.backends.gradient_sums import GradientSums
+from bigmodel.backends.stepping import hold_states, step_task
 from bigmodel.backends.walk import (
     BATCH,
     BUFFERS,
     GATHERED,
     GRADIENTS,
-    MASTERS,
-    OPTIMIZER,
-    STEP,
-    WEIGHTS,
     Walk,
     hold_inputs,
-    optimizer_state_bytes,
-    step_seconds,
-    step_surge,
+    hold_weights,
     steps_of,
     trainable,
     weight_bytes,
@@ -111,11 +106,8 @@ class _Device:
 
     def hold(self) -> None:
         """Hold what the first device alone keeps."""
-        elements = sum(self._sizes)
-        self.builder.hold(WEIGHTS, self._weights)
-        if self._width == 2:
-            self.builder.hold(MASTERS, elements * 4)
-        self.builder.hold(OPTIMIZER, optimizer_state_bytes(self._plan, elements))
+        hold_weights(self.builder, self._plan, self._steps)
+        hold_states(self.builder, self._plan, self._sizes)
         hold_inputs(self.builder, self._costs, self._plan, self._steps)
 
     def send_weights(self, index: str) -> None:
@@ -219,12 +211,5 @@ class _Device:
         """Write the optimizer's step and the end of the gradients."""
         elements = sum(self._sizes)
         self._sums.finish(self._sizes)
-        surge = step_surge(self._plan, self._costs, self._sizes)
-        self.builder.add(
-            Task(
-                label="optimizer step",
-                seconds=step_seconds(self._plan, self._costs, elements),
-                surge=((STEP, surge),),
-            )
-        )
+        self.builder.add(step_task(self._plan, self._costs, self._sizes))
         self.builder.allocate(GRADIENTS, -elements * 4, "drop gradients")

@@ -51,8 +51,9 @@ class Gathering:
     number: int
     flat: int
     """Elements of its buffer."""
-    copies: int
-    """Elements that are copied out of it; 0 where the buffer is the weight."""
+    copies: tuple[int, ...]
+    """Elements of each weight that is copied out of it; empty where it is the
+    weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +75,8 @@ class Visit:
     """
 
     before: tuple[Event, ...]
-    released: int
-    """Elements of weights and buffers that go at its end."""
+    released: tuple[int, ...]
+    """Elements of each weight and buffer that goes at its end."""
     shared_anew: int = 0
     """Elements of weights, padded, that go for the first time."""
 
@@ -154,29 +155,33 @@ class Coordinator:
     def visits(self, count: int) -> tuple[Visit, ...]:
         """Return what happens in each of the visits."""
         before: list[list[Event]] = [[] for _ in range(count)]
-        released, anew = [0] * count, [0] * count
+        released: list[list[int]] = [[] for _ in range(count)]
+        anew = [0] * count
         begun: set[int] = set()
         for index, (visit, names) in enumerate(self._order):
             for event in self._fetch(index, names):
                 if event.kind == "drop" and visit in begun:
-                    released[visit] += event.gathering.flat
+                    released[visit].append(event.gathering.flat)
                 else:
                     before[visit].append(event)
             if names:
                 begun.add(visit)
             if index not in self._unhooked:
-                size, first = self._release(index + 1, names)
-                released[visit] += size
+                sizes, first = self._release(index + 1, names)
+                released[visit] += sizes
                 anew[visit] += first
         return tuple(
-            Visit(before=tuple(events), released=size, shared_anew=first)
-            for events, size, first in zip(before, released, anew, strict=True)
+            Visit(before=tuple(events), released=tuple(sizes), shared_anew=first)
+            for events, sizes, first in zip(before, released, anew, strict=True)
         )
 
     @property
-    def leftovers(self) -> int:
-        """Elements of what goes after the backward (`release_backward_leftovers`)."""
-        return sum(self._held.values())
+    def leftovers(self) -> tuple[int, ...]:
+        """Elements of each weight that goes after the backward.
+
+        See `release_backward_leftovers`.
+        """
+        return tuple(self._held.values())
 
     @property
     def leftovers_anew(self) -> int:
@@ -220,7 +225,7 @@ class Coordinator:
         gathering = Gathering(
             number=len(self._members),
             flat=sum(weight.padded for weight in weights),
-            copies=0 if alone else elements,
+            copies=() if alone else tuple(weight.elements for weight in weights),
         )
         self._members[gathering.number] = set(names)
         for name in names:
@@ -242,11 +247,12 @@ class Coordinator:
         if not members and gathering.copies:
             self._events.append(Event(kind="drop", gathering=gathering))
 
-    def _release(self, step: int, names: tuple[str, ...]) -> tuple[int, int]:
-        released = first = 0
+    def _release(self, step: int, names: tuple[str, ...]) -> tuple[list[int], int]:
+        released: list[int] = []
+        first = 0
         for name in names:
             if name in self._held and not self._is_kept(step, name):
-                released += self._held.pop(name)
+                released.append(self._held.pop(name))
                 self._live -= self._weights[name].elements
                 if name not in self._let_go:
                     first += self._weights[name].padded

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from bigmodel.backends.deepspeed.disk import SMALLEST, state_buffers
 from bigmodel.backends.offload_rules import unused_offload_violations
-from bigmodel.backends.walk import optimizer_state_bytes
+from bigmodel.backends.stepping import optimizer_state_bytes
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
 from bigmodel.models import OPTIMIZERS, ModelSpec

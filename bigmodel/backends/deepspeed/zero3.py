@@ -24,6 +24,7 @@ second shard, one of that many, from which it is gathered until the step's end
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 from typing import final
 
@@ -64,7 +65,7 @@ from bigmodel.models import Gradient
 from bigmodel.plans import Plan
 from bigmodel.plans.number_formats import BYTES
 from bigmodel.simulator import Costs, ProgramBuilder, Task
-from bigmodel.simulator.program import Stream
+from bigmodel.simulator.program import Stream, single
 
 
 @final
@@ -98,7 +99,8 @@ class ShardedZero(AbstractPart):
         self._tiers = Tiers(plan, states, builder, shares, self._ranks)
         self._tiers.hold()
         builder.hold(BUCKETS, self._limit * self._sent)
-        builder.hold(GATHERED, sum(shares.persistent) * self._width)
+        whole = [count * self._width for count in shares.persistent]
+        builder.hold(GATHERED, sum(whole), whole)
         hold_inputs(builder, costs, plan, walk.steps)
         self._last = False
         self._order = LinearOrder(walk.steps)
@@ -108,7 +110,12 @@ class ShardedZero(AbstractPart):
         self._second = 0
         self._begun = False
         """Whether a micro-batch of the step has ended."""
-        self._leftovers = self._leftovers_anew = 0
+        self._leftovers: tuple[int, ...] = ()
+        self._leftovers_anew = 0
+        self._pools = (
+            ("all-gather", "reduction") if self._overlaps else ("compute",) * 2
+        )
+        """Streams on which what is gathered and what is reduced is made."""
         self._forwards, self._backwards = self._visits()
         self._gathers: dict[int, int] = {}
         self._bucket: list[int] = []
@@ -143,7 +150,7 @@ class ShardedZero(AbstractPart):
         self._release_leftovers()
 
     def _release_leftovers(self) -> None:
-        self._builder.allocate(GATHERED, -self._leftovers, "release what is left")
+        self._release(self._leftovers, "release what is left")
         if not self._begun:
             self._keep_second(self._leftovers_anew)
         self._begun = True
@@ -179,6 +186,7 @@ class ShardedZero(AbstractPart):
                 seconds=sum(self._group.gather(size) for size in sizes),
                 after=(builder.last,),
                 change=((GATHERED, persistent),),
+                tensors=single(GATHERED, sizes),
                 surge=((GATHERED, persistent + scratch(self._costs, max(sizes))),),
             )
         )
@@ -220,26 +228,33 @@ class ShardedZero(AbstractPart):
                     seconds=(self._near_group if near else self._group).gather(size),
                     change=((GATHERED, size),),
                     surge=((GATHERED, size + scratch(self._costs, size)),),
+                    pool=self._pools[0],
                 )
             )
             return None
         if event.kind == "drop":
-            self._builder.allocate(GATHERED, -size, "free all-gather")
+            self._release((gathering.flat,), "free all-gather")
             return None
+        copies = [count * self._width for count in gathering.copies]
         return self._builder.add(
             Task(
                 label="copy out weights",
                 after=(self._gathers[gathering.number],),
-                change=((GATHERED, gathering.copies * self._width),),
+                change=((GATHERED, sum(copies)),),
+                tensors=single(GATHERED, copies),
+                pool=self._pools[0],
             )
         )
 
     def _leave(self, visit: Visit) -> None:
         if visit.released:
-            size = visit.released * self._width
-            self._builder.allocate(GATHERED, -size, "release weights")
+            self._release(visit.released, "release weights")
         if not self._begun:
             self._keep_second(visit.shared_anew)
+
+    def _release(self, elements: Sequence[int], label: str) -> None:
+        gone = [-count * self._width for count in elements]
+        self._builder.allocate(GATHERED, sum(gone), label, gone, self._pools[0])
 
     def _keep_second(self, elements: int) -> None:
         if self._near > 1 and elements:
@@ -283,6 +298,7 @@ class ShardedZero(AbstractPart):
                 seconds=self._group.gather(size),
                 after=(after,),
                 surge=((BUCKETS, held),),
+                pool=self._pools[1],
             )
         )
         self._reductions.append(task)
@@ -333,7 +349,7 @@ class ShardedZero(AbstractPart):
         }
         coordinator = Coordinator(weights, order, unhooked, limits_of(self._plan))
         visits = coordinator.visits(len(visited))
-        self._leftovers = coordinator.leftovers * self._width
+        self._leftovers = coordinator.leftovers
         self._leftovers_anew = coordinator.leftovers_anew
         return dict(zip(visited[: len(steps)], visits, strict=False)), dict(
             zip(visited[len(steps) :], visits[len(steps) :], strict=True)

@@ -20,7 +20,7 @@ from typing import final
 
 from bigmodel.backends.walk import Step, gradient_name
 from bigmodel.models import Gradient
-from bigmodel.simulator import Holdings, Program
+from bigmodel.simulator import Holdings, Program, Task
 from bigmodel.simulator.segments import HOLDER
 
 _COPIES = HOLDER["cast"]
@@ -38,6 +38,7 @@ def without_weight_copies(program: Program, steps: Sequence[Step]) -> Program:
             task,
             change=_at_most(task.change, 0),
             surge=_at_most(task.surge, largest),
+            tensors=_for_a_moment(task, largest),
         )
         for task in program.tasks
     )
@@ -108,3 +109,12 @@ def _at_most(holdings: Holdings, limit: int) -> Holdings:
         (kind, max(0, min(count, limit)) if kind == _COPIES else count)
         for kind, count in holdings
     )
+
+
+def _for_a_moment(task: Task, limit: int) -> Holdings:
+    """Return the tensors of a task with one copy in place of all it makes."""
+    rest = tuple((kind, count) for kind, count in task.tensors if kind != _COPIES)
+    copy = min(dict(task.surge).get(_COPIES, 0), limit)
+    if not task.tensors or copy <= 0:
+        return rest
+    return ((_COPIES, copy), *rest, (_COPIES, -copy))

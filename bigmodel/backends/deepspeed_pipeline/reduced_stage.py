@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
+from bigmodel.backends.stepping import hold_states, step_task
 from bigmodel.backends.walk import (
     BUCKETS,
     GRADIENTS,
-    OPTIMIZER,
-    STEP,
-    WEIGHTS,
     Walk,
     communication,
     hold_inputs,
-    optimizer_state_bytes,
-    step_seconds,
-    step_surge,
+    hold_weights,
     trainable,
     weight_bytes,
 )
@@ -57,9 +53,8 @@ class ReducedStage:
         self._has_gradients = False
         self.after_backward: Callable[[int], None] | None = None
         """Called with a unit's index after its backward."""
-        weights = sum(step.elements for step in walk.steps)
-        builder.hold(WEIGHTS, weights * self._width)
-        builder.hold(OPTIMIZER, optimizer_state_bytes(plan, sum(self._sizes)))
+        hold_weights(builder, plan, walk.steps)
+        hold_states(builder, plan, self._sizes)
         hold_inputs(builder, costs, plan, walk.steps, batch=False)
 
     def forward(self, index: int) -> None:
@@ -99,16 +94,8 @@ class ReducedStage:
 
     def update(self) -> None:
         """Write the optimizer's step and the end of the gradients."""
-        elements = sum(self._sizes)
-        surge = step_surge(self._plan, self._costs, self._sizes)
-        self._builder.add(
-            Task(
-                label="optimizer step",
-                seconds=step_seconds(self._plan, self._costs, elements),
-                surge=((STEP, surge),),
-            )
-        )
-        size = elements * self._width
+        self._builder.add(step_task(self._plan, self._costs, self._sizes))
+        size = sum(self._sizes) * self._width
         self._builder.allocate(GRADIENTS, -size, "drop gradients")
 
     def _groups(self) -> list[list[int]]:

@@ -246,5 +246,5 @@ def _drops(steps: Sequence[Step], size: int, micro_batch: int) -> bool:
         and event.size.at(micro_batch) == size
         for step in steps
         for phase in ("forward", "forward_end")
-        for event in getattr(step.unit.phases[step.policy], phase).events
+        for event in getattr(step.unit.phases[step.tapes], phase).events
     )

@@ -16,18 +16,14 @@ from typing import final
 
 from bigmodel.backends.part import AbstractPart, write_step
 from bigmodel.backends.replicas import Replica
+from bigmodel.backends.stepping import hold_states, step_task
 from bigmodel.backends.walk import (
     BUCKETS,
     GRADIENTS,
-    OPTIMIZER,
-    STEP,
-    WEIGHTS,
     Walk,
     communication,
     hold_inputs,
-    optimizer_state_bytes,
-    step_seconds,
-    step_surge,
+    hold_weights,
     steps_of,
     trainable,
 )
@@ -133,11 +129,16 @@ class ReducedToOwner(AbstractPart):
         sizes = {p.elements for part in alone for p in part}
         self._sizes_alone = sizes
         self._accumulated = False
-        builder.hold(WEIGHTS, whole * WIDTH)
-        own = sum(p.elements for p in self._own)
-        self._own_elements = own
-        builder.hold(OPTIMIZER, optimizer_state_bytes(plan, own))
-        builder.hold(BUCKETS, self._elements * WIDTH - self._alone)
+        hold_weights(builder, plan, walk.steps)
+        hold_states(builder, plan, [p.elements for p in self._own])
+        builder.hold(
+            BUCKETS,
+            self._elements * WIDTH - self._alone,
+            [
+                WIDTH * (sum(p.elements for p in part) - sum(p.elements for p in left))
+                for part, left in zip(parts, alone, strict=True)
+            ],
+        )
         hold_inputs(builder, costs, plan, walk.steps)
 
     def forward(self, index: int) -> None:
@@ -171,15 +172,8 @@ class ReducedToOwner(AbstractPart):
 
     def update(self) -> None:
         """Write the optimizer's step, its broadcast, and the end of the gradients."""
-        builder, costs, own = self._builder, self._costs, self._own_elements
-        sizes = [param.elements for param in self._own]
-        builder.add(
-            Task(
-                label="optimizer step",
-                seconds=step_seconds(self._plan, costs, own),
-                surge=((STEP, step_surge(self._plan, costs, sizes)),),
-            )
-        )
+        builder, costs = self._builder, self._costs
+        builder.add(step_task(self._plan, costs, [p.elements for p in self._own]))
         builder.add(
             Task(
                 label="broadcast stepped weights",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bigmodel.backends.shard_groups import full_name, is_ignored
-from bigmodel.backends.walk import optimizer_state_bytes
+from bigmodel.backends.stepping import optimizer_state_bytes
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
 from bigmodel.models import ModelSpec

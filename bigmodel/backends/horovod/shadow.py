@@ -15,19 +15,15 @@ from __future__ import annotations
 from typing import final
 
 from bigmodel.backends.part import AbstractPart, write_step
+from bigmodel.backends.stepping import hold_states, step_task
 from bigmodel.backends.walk import (
     BUCKETS,
     GRADIENTS,
     HOOK,
-    OPTIMIZER,
-    STEP,
-    WEIGHTS,
     Walk,
     communication,
     hold_inputs,
-    optimizer_state_bytes,
-    step_seconds,
-    step_surge,
+    hold_weights,
     steps_of,
     trainable,
     weight_bytes,
@@ -77,9 +73,8 @@ class _Replica(AbstractPart):
         self._ready: list[Gradient] = []
         self._order: list[int] = []
         self._reductions: list[int] = []
-        weights = sum(step.elements for step in walk.steps)
-        builder.hold(WEIGHTS, weights * self._width)
-        builder.hold(OPTIMIZER, optimizer_state_bytes(plan, self._elements))
+        hold_weights(builder, plan, walk.steps)
+        hold_states(builder, plan, self._sizes)
         if self._reduces and self._fuses(self._sizes):
             builder.hold(BUCKETS, self._threshold)
         hold_inputs(builder, costs, plan, walk.steps)
@@ -116,15 +111,9 @@ class _Replica(AbstractPart):
 
     def update(self) -> None:
         """Write the optimizer's step and the end of the gradients."""
-        plan, costs, own = self._plan, self._costs, self._elements
-        self._builder.add(
-            Task(
-                label="optimizer step",
-                seconds=step_seconds(plan, costs, own),
-                surge=((STEP, step_surge(plan, costs, self._sizes)),),
-            )
-        )
-        self._builder.allocate(GRADIENTS, -own * self._width, "drop gradients")
+        self._builder.add(step_task(self._plan, self._costs, self._sizes))
+        size = self._elements * self._width
+        self._builder.allocate(GRADIENTS, -size, "drop gradients")
 
     def _fuses(self, elements: list[int]) -> bool:
         """Return whether any two gradients fit into the buffer together."""
