@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from bigmodel.errors import UsageError
@@ -289,6 +290,17 @@ def zero_05_saving_before_the_first_step_changes_nothing():
                 engine.step(batch)
                 found.append(float(engine.evaluate(batch)))
         assert found[0] == found[1], (stage, found)
+
+
+def linear_1_is_torchs_own_again_when_the_last_engine_has_gone():
+    own = functional.linear
+    first = prepare(zero(3), lambda: nn.Linear(4, 4), sgd, mean_of)
+    second = prepare(zero(3), lambda: nn.Linear(4, 4), sgd, mean_of)
+    assert functional.linear is not own
+    first.close()
+    assert functional.linear is not own
+    second.close()
+    assert functional.linear is own
 
 
 def zero_08_weights_alone_are_loaded_in_one_process_without_an_optimizer():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bigmodel.backends.deepspeed.config import deepspeed_config
 from bigmodel.backends.deepspeed.disk_folder import DiskFolder
 from bigmodel.backends.deepspeed.gradients import MissingGradients, overflow_error
+from bigmodel.backends.deepspeed.replaced_linear import ReplacedLinear
 from bigmodel.backends.deepspeed.whole_state import WholeState
 from bigmodel.backends.deepspeed_library import import_deepspeed
 from bigmodel.backends.engine import AbstractEngine, Job, Update
@@ -58,6 +59,8 @@ class DeepSpeedEngine(AbstractWholeModelEngine):
         if plan.deepspeed.find_unused:
             # All micro-batches are reduced together, as if they were one.
             config["gradient_accumulation_steps"] = 1
+        if plan.zero_stage == 3:
+            self._linear = ReplacedLinear()
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=self._optimizer,
