@@ -87,6 +87,7 @@ def _only_holder(unit, costs: Costs, plan: Plan, size: int) -> bool:
         isinstance(event, Storage)
         and event.sign < 0
         and event.kind == "boundary"
+        and event.partner is None
         and event.size.at(plan.micro_batch) == size
         for event in unit.phases["full"].backward.events
     )

@@ -6,6 +6,7 @@ engine has them. Pure: no torch.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -205,6 +206,10 @@ class Walk:
         self.ends_with_others = False
         """Whether a pass ends by `end` only, together with other units' walks."""
         self._inputs = KeptInputs(plan, costs, builder, steps)
+        # Units whose tapes are of one recording.
+        self._beside: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
+        for step in steps:
+            self._beside[step.tapes] |= {step.unit.number}
 
     def forward(
         self,
@@ -336,6 +341,7 @@ class Walk:
             receives_input=step.receives_input,
             receives_gradient=step.receives_gradient,
             apart=step.split,
+            beside=self._beside[policy or step.tapes],
         )
 
     def _whole(self, step: Step, phase: str, policy: str | None = None) -> Segment:
@@ -347,6 +353,7 @@ class Walk:
             receives_input=step.receives_input,
             receives_gradient=step.receives_gradient,
             apart=step.split,
+            beside=self._beside[policy or step.tapes],
         )
 
     def _split_ends(self, phase: str, label: str) -> None:

@@ -83,6 +83,8 @@ class Unit:
     models that can be cut into stages."""
     input_bytes_per_sample: int = 0
     """Bytes of the activations that the unit before hands over, per sample."""
+    number: int = -1
+    """Tells units apart, see `Storage.partner`."""
 
     def owned(self) -> Iterator[Param]:
         """Yield the parameters that are counted here: no buffers, no tied copies."""

@@ -31,6 +31,10 @@ class Storage:
     sign: int
     size: Size
     kind: Kind
+    partner: int | None = None
+    """The other unit of a storage that one unit makes and another one frees, which is
+    not next to it. Both tapes have the end, the first one in what goes when the phase
+    of all units ends: which of them counts, depends on whether the rank has both."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from bigmodel.observe.split_backward import POLICY as SPLIT
 from bigmodel.observe.storages import (
     Place,
     RawEvent,
+    RawFarEnd,
     RawGradient,
     RawStorage,
     StepRecord,
@@ -72,11 +73,13 @@ def assemble(
     laws: list[str] = []
     units: dict[int, Unit] = {}
     flops = [0] * len(sizes)
+    counts = _copies(layout)
+    single = frozenset(unit for unit, count in counts.items() if count == 1)
     for number in layout.traced_units:
         phases = {}
         for policy, steps in recordings.items():
             split = policy == SPLIT
-            raw = [_raw_tapes(step, number, layout, split) for step in steps]
+            raw = [_raw_tapes(step, number, layout, single, split) for step in steps]
             prefix = _prefix(layout, number)
             tapes = {
                 key: _fit([tape[key] for tape in raw], sizes, prefix, laws)
@@ -88,6 +91,7 @@ def assemble(
                 tapes |= {"forward": whole.forward, "forward_end": whole.forward_end}
             phases[policy] = Phases(**tapes)
         units[number] = Unit(
+            number=number,
             params=tuple(places.get(number, ())),
             phases=phases,
             input_bytes_per_sample=_per_sample(
@@ -95,7 +99,6 @@ def assemble(
             ),
         )
     sequence = _sequence(layout, units)
-    counts = _copies(layout)
     for index, step in enumerate(recordings["none"]):
         flops[index] = sum(
             event.counted_flops * counts[place[0]]
@@ -202,7 +205,7 @@ def _enclosing(name: str, paths: Mapping[str, int]) -> str | None:
 
 
 def _raw_tapes(
-    step: StepRecord, unit: int, layout: Layout, split: bool
+    step: StepRecord, unit: int, layout: Layout, single: frozenset[int], split: bool
 ) -> dict[str, list[RawEvent]]:
     events = step.recording.events
     raw: dict[str, list[RawEvent]] = {key: [] for key in _TAPES}
@@ -214,8 +217,23 @@ def _raw_tapes(
             elif isinstance(event, tuple) and event[0] == "born":
                 # Freed far away: accounted for here, at the end of the rank's phase.
                 raw[phase].append(event)
-                raw[late].append(("died", event[1]))
+                pair = None if split else _partner(event[1], single)
+                raw[late].append(
+                    ("died", event[1]) if pair is None else RawFarEnd(event[1], pair[1])
+                )
+            elif isinstance(event, tuple) and not split:
+                pair = _partner(event[1], single)
+                if pair is not None:
+                    raw[phase].append(RawFarEnd(event[1], pair[0]))
     return raw
+
+
+def _partner(storage: RawStorage, single: frozenset[int]) -> tuple[int, int] | None:
+    """Return the units that make and free a storage, if there is one of each."""
+    if storage.died is None or storage.cast:
+        return None
+    pair = storage.born[0], storage.died[0]
+    return pair if single.issuperset(pair) else None
 
 
 def _late(storage: RawStorage, layout: Layout, split: bool) -> str | None:
@@ -266,6 +284,15 @@ def _fit(
                     dtype=first.dtype,
                 )
             )
+        elif isinstance(first, RawFarEnd):
+            events.append(
+                Storage(
+                    sign=-1,
+                    size=law([event.storage.num_bytes for event in group]),
+                    kind=_kind(first.storage),
+                    partner=first.partner,
+                )
+            )
         elif any(event[1].num_bytes for event in group):
             events.append(
                 Storage(
@@ -282,6 +309,8 @@ def _label(event: RawEvent) -> tuple:
         return ("gradient", event.param)
     if isinstance(event, RawOp):
         return ("op", event.kind, event.dtype)
+    if isinstance(event, RawFarEnd):
+        return ("far end", event.partner, _kind(event.storage))
     return (event[0], _kind(event[1]))
 
 

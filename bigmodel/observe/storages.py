@@ -55,7 +55,15 @@ class RawGradient:
     elements: int
 
 
-RawEvent = tuple[Literal["born", "died"], RawStorage] | RawOp | RawGradient
+@dataclass(frozen=True, slots=True)
+class RawFarEnd:
+    """A storage goes that another unit has made; see `models.Storage.partner`."""
+
+    storage: RawStorage
+    partner: int
+
+
+RawEvent = tuple[Literal["born", "died"], RawStorage] | RawOp | RawGradient | RawFarEnd
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from bigmodel.models import ModelSpec, Param, Phases, Tape, Unit
 from bigmodel.simulator.segments import (
     Segment,
     cut,
+    ends_on_rank,
     join,
     with_own_gradients,
     without_free,
@@ -49,6 +50,7 @@ class Costs:
         receives_input: bool = False,
         receives_gradient: bool = False,
         apart: tuple[Param, ...] = (),
+        beside: frozenset[int] = frozenset(),
     ) -> tuple[Segment, ...]:
         """Return the segments of a phase.
 
@@ -60,9 +62,10 @@ class Costs:
             receives_input: The input lies in a receive buffer and is not freed.
             receives_gradient: So does the gradient of the output.
             apart: Weights tied to some of another rank.
+            beside: Numbers of the units of this rank, see `Storage.partner`.
         """
         received = (receives_input, receives_gradient)
-        key = (id(unit), policy, phase, micro_batch, *received, apart)
+        key = (id(unit), policy, phase, micro_batch, *received, apart, beside)
         if key not in self._cache:
             phases = unit.phases[policy]
             tape = getattr(phases, phase)
@@ -77,6 +80,7 @@ class Costs:
             if apart and not phase.startswith("forward"):
                 at_end = phase.endswith("_end")
                 tape = with_own_gradients(tape, apart, at_end=at_end)
+            tape = ends_on_rank(tape, beside, at_end=phase.endswith("_end"))
             self._cache[key] = cut(tape, micro_batch, self.cluster.device)
         return self._cache[key]
 

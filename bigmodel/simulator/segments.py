@@ -95,6 +95,24 @@ def without_free(tape: Tape, micro_batch: int, num_bytes: int) -> tuple[Tape, bo
     return tape, False
 
 
+def ends_on_rank(tape: Tape, beside: frozenset[int], *, at_end: bool) -> Tape:
+    """Return a tape with one end for each storage that a far unit frees.
+
+    Args:
+        tape: Of a phase, or of what its end frees.
+        beside: Numbers of the units of the rank.
+        at_end: Whether it is the latter.
+    """
+    kept = tuple(
+        event
+        for event in tape.events
+        if not isinstance(event, Storage)
+        or event.partner is None
+        or (event.partner in beside) != at_end
+    )
+    return tape if len(kept) == len(tape.events) else Tape(kept)
+
+
 def with_own_gradients(tape: Tape, params: Iterable[Param], *, at_end: bool) -> Tape:
     """Return a tape of a rank that has one use of these tied weights.
 
