@@ -326,7 +326,7 @@ def test_live_weights_stay_within_their_limit():
             if event.kind == "gather":
                 live += event.gathering.flat
                 highest = max(highest, live)
-        live -= sum(visit.released)
+        live -= sum(visit.released) + sum(visit.weights.values())
     assert live == 0
     assert highest < MAX_LIVE + 2 * size
 

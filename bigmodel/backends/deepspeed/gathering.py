@@ -69,14 +69,16 @@ class Event:
 class Visit:
     """A unit's forward or backward.
 
-    Nobody looks inside a unit: what its modules gather is there when it begins, and
-    what they let go is there until it ends. Only the buffers that go with its first
-    module go before.
+    Of what is inside a unit only gradients are seen: what its modules gather is there
+    when it begins; in a backward a weight goes once its gradient is complete, all else
+    at the end. Only the buffers that go with its first module go before.
     """
 
     before: tuple[Event, ...]
     released: tuple[int, ...]
-    """Elements of each weight and buffer that goes at its end."""
+    """Elements of each buffer that goes at its end."""
+    weights: Mapping[str, int]
+    """Elements of each weight that goes, by name: a module lets go of its own."""
     shared_anew: int = 0
     """Elements of weights, padded, that go for the first time."""
 
@@ -156,6 +158,7 @@ class Coordinator:
         """Return what happens in each of the visits."""
         before: list[list[Event]] = [[] for _ in range(count)]
         released: list[list[int]] = [[] for _ in range(count)]
+        weights: list[dict[str, int]] = [{} for _ in range(count)]
         anew = [0] * count
         begun: set[int] = set()
         for index, (visit, names) in enumerate(self._order):
@@ -168,11 +171,22 @@ class Coordinator:
                 begun.add(visit)
             if index not in self._unhooked:
                 sizes, first = self._release(index + 1, names)
-                released[visit] += sizes
+                # One that goes again in its backward has come again in between.
+                released[visit] += [
+                    weights[visit][name] for name in sizes if name in weights[visit]
+                ]
+                weights[visit] |= sizes
                 anew[visit] += first
         return tuple(
-            Visit(before=tuple(events), released=tuple(sizes), shared_anew=first)
-            for events, sizes, first in zip(before, released, anew, strict=True)
+            Visit(
+                before=tuple(events),
+                released=tuple(buffers),
+                weights=names,
+                shared_anew=first,
+            )
+            for events, buffers, names, first in zip(
+                before, released, weights, anew, strict=True
+            )
         )
 
     @property
@@ -247,12 +261,12 @@ class Coordinator:
         if not members and gathering.copies:
             self._events.append(Event(kind="drop", gathering=gathering))
 
-    def _release(self, step: int, names: tuple[str, ...]) -> tuple[list[int], int]:
-        released: list[int] = []
+    def _release(self, step: int, names: tuple[str, ...]) -> tuple[dict[str, int], int]:
+        released: dict[str, int] = {}
         first = 0
         for name in names:
             if name in self._held and not self._is_kept(step, name):
-                released.append(self._held.pop(name))
+                released[name] = self._held.pop(name)
                 self._live -= self._weights[name].elements
                 if name not in self._let_go:
                     first += self._weights[name].padded

@@ -24,7 +24,7 @@ second shard, one of that many, from which it is gathered until the step's end
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import final
 
@@ -50,6 +50,7 @@ from bigmodel.backends.walk import (
     WEIGHTS,
     Walk,
     communication,
+    gradient_name,
     hold_inputs,
     scratch,
     weight_bytes,
@@ -105,6 +106,8 @@ class ShardedZero(AbstractPart):
         self._last = False
         self._order = LinearOrder(walk.steps)
         self._at = 0
+        self._waiting: dict[str, int] = {}
+        """Weights of the unit that is in its backward, until it lets go of them."""
         self._near = plan.deepspeed.zero_hpz_partition_size
         self._near_group = group(costs.cluster, self._near)
         self._second = 0
@@ -128,7 +131,9 @@ class ShardedZero(AbstractPart):
         self.walk.forward(
             f"micro-batch {index}",
             before=lambda at: self._arrive(self._forwards[at]),
-            after=lambda at: self._leave(self._forwards[at]),
+            after=lambda at: self._leave(
+                self._forwards[at], self._forwards[at].weights
+            ),
         )
 
     def backward(self, index: int, *, last: bool) -> None:
@@ -138,7 +143,7 @@ class ShardedZero(AbstractPart):
         self.walk.backward(
             f"micro-batch {index}",
             before=self._turn_to,
-            after=lambda at: self._leave(self._backwards[at]),
+            after=lambda at: self._leave(self._backwards[at], self._waiting),
             on_gradients=self._on_gradients,
         )
         self._reduce(self._builder.last)
@@ -207,6 +212,7 @@ class ShardedZero(AbstractPart):
 
     def _turn_to(self, at: int) -> tuple[int, ...]:
         self._at = at
+        self._waiting = dict(self._backwards[at].weights)
         return self._arrive(self._backwards[at])
 
     def _arrive(self, visit: Visit) -> tuple[int, ...]:
@@ -246,9 +252,10 @@ class ShardedZero(AbstractPart):
             )
         )
 
-    def _leave(self, visit: Visit) -> None:
-        if visit.released:
-            self._release(visit.released, "release weights")
+    def _leave(self, visit: Visit, weights: Mapping[str, int]) -> None:
+        gone = (*visit.released, *weights.values())
+        if gone:
+            self._release(gone, "release weights")
         if not self._begun:
             self._keep_second(visit.shared_anew)
 
@@ -274,6 +281,11 @@ class ShardedZero(AbstractPart):
             # A gradient that is larger than the bucket stays where it is.
             moved += size if size <= self._limit else 0
         self._free_moved(moved)
+        placed = self.walk.steps[self._at].placed
+        names = (gradient_name(placed, gradient) for gradient in gradients)
+        gone = [self._waiting.pop(name) for name in names if name in self._waiting]
+        if gone:
+            self._release(gone, "release weights")
 
     def _free_moved(self, elements: int) -> None:
         if elements:
