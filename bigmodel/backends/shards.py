@@ -12,6 +12,7 @@ postpone it too; weights are then resharded after every backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 from bigmodel.backends.part import AbstractPart
@@ -23,6 +24,7 @@ from bigmodel.backends.walk import (
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
+    Step,
     Walk,
     hold_inputs,
 )
@@ -67,6 +69,7 @@ class Shards(AbstractPart):
         self._later = False
         """Whether there was a micro-batch before."""
         self._at = ROOT
+        self._unhooked = _unhooked(walk.steps)
         shards = sum(unit.padded for unit in parts.groups) / plan.mesh.shard
         kept = sum(param.elements for param in parts.whole)
         trained = self._reductions.shards + self._reductions.whole
@@ -104,6 +107,8 @@ class Shards(AbstractPart):
             on_gradients=self._add_up if self._later else None,
         )
         self._after_backward(ROOT, reduce, last)
+        if self._unhooked is not None:
+            self._after_backward(self._unhooked, reduce, last, by_root=True)
         self._reductions.end_backward(last=last, reduced=reduce)
         self._later = not last and bool(self._postpone or self._parts.whole)
         self._adds_up = not last and self._postpone and self._reductions.in_place
@@ -125,7 +130,11 @@ class Shards(AbstractPart):
         self._at = at
         return self._gathers.before_backward(at)
 
-    def _after_backward(self, at: int, reduce: bool, last: bool) -> None:
+    def _after_backward(
+        self, at: int, reduce: bool, last: bool, *, by_root: bool = False
+    ) -> None:
+        if at == self._unhooked and not by_root:
+            return
         unit = self._parts.root if at == ROOT else self._parts.blocks[at]
         if unit is None:
             return
@@ -142,3 +151,22 @@ class Shards(AbstractPart):
             name = full_name(placed, gradient.param)
             if self._adds_up or is_ignored(name, self._ignored):
                 self._reductions.add_up(gradient.elements)
+
+
+def _unhooked(steps: Sequence[Step]) -> int | None:
+    """Return the unit that autograd does not tell when its backward has ended.
+
+    No gradient leaves the first one that trains. Its group is reduced by the root's
+    callback, after the root (`_root_post_backward_final_callback` in torch 2.13).
+    """
+    first = next(
+        (
+            index
+            for index, step in enumerate(steps)
+            if step.unit.phases[step.tapes].backward.events
+        ),
+        None,
+    )
+    if first is None or steps[first].placed.role != "block":
+        return None
+    return None if steps[first].receives_input else first
