@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bigmodel.backends.kept_inputs import KeptInputs
-from bigmodel.models import Gradient, Param, Placed, Unit
+from bigmodel.models import INPUTS_KEPT, Gradient, Param, Placed, Unit
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Segment, Task
 from bigmodel.simulator.program import Stream, merge
@@ -102,13 +102,16 @@ def steps_of(
     tapes = "none"
     for p in reversed(placed):
         tapes = policies.get(p.path, tapes)
+        key = tapes + INPUTS_KEPT
+        stage3 = plan.backend == "deepspeed" and plan.zero_stage == 3
+        kept = stage3 and key in p.unit.phases
         copies = tuple(param for param in p.unit.params if param.tied_to is not None)
         apart = tuple(param for param in copies if param.tied_to not in here)
         steps.append(
             Step(
                 placed=p,
                 policy=policies.get(p.path, "none"),
-                tapes=tapes,
+                tapes=key if kept else tapes,
                 owned=(
                     *p.unit.owned(),
                     *(param for param in apart if param.tied_to not in there),

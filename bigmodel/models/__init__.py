@@ -4,6 +4,7 @@ from bigmodel.models.optimizers import OPTIMIZERS as OPTIMIZERS
 from bigmodel.models.optimizers import OptimizerRow as OptimizerRow
 from bigmodel.models.size import Size as Size
 from bigmodel.models.spec import DTYPE_BYTES as DTYPE_BYTES
+from bigmodel.models.spec import INPUTS_KEPT as INPUTS_KEPT
 from bigmodel.models.spec import ModelSpec as ModelSpec
 from bigmodel.models.spec import Param as Param
 from bigmodel.models.spec import Phases as Phases

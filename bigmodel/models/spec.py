@@ -72,6 +72,12 @@ class Phases:
     """What it frees when the gradients of the weights of all units are made."""
 
 
+INPUTS_KEPT = " with inputs kept"
+"""Ending of a recompute policy's key in `Unit.phases`, in models with frozen parts: the
+same where linear layers keep their inputs though their weights do not train, as under
+ZeRO stage 3."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """A block of the model; equal blocks share one record."""

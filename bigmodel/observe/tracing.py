@@ -23,13 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from bigmodel.errors import BigModelError, TracingError
-from bigmodel.models import ModelSpec
+from bigmodel.models import INPUTS_KEPT, ModelSpec
 from bigmodel.observe.assembly import LawError, assemble
 from bigmodel.observe.blocks import find_blocks
 from bigmodel.observe.boundaries import NotSkippableError, UnitBoundaries
 from bigmodel.observe.cut_points import HandedOver, find_cut_points
 from bigmodel.observe.fake_model import fake_batch, fake_module
 from bigmodel.observe.huggingface import real_paths
+from bigmodel.observe.kept_linear_inputs import inputs_kept
 from bigmodel.observe.layout import Layout
 from bigmodel.observe.repetition import find_rows, without_repetition
 from bigmodel.observe.sample import describe_sample
@@ -132,6 +133,8 @@ def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
         recordings["full"] = [
             _record(subject, batch, size, reading) for size in SIZES[:2]
         ]
+    if not all(param.requires_grad for param in subject.model.parameters()):
+        recordings |= _with_inputs_kept(subject, batch, reading)
     cuts, uncuttable = _cut_points(subject, batch, reading)
     if cuts:
         # torch cannot split every graph: not one that needs a hidden state twice.
@@ -163,6 +166,19 @@ def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
         splits=SPLIT in recordings,
         **describe_sample(batch),
     )
+
+
+def _with_inputs_kept(
+    subject: _Subject, batch: Any, reading: Reading
+) -> dict[str, list[StepRecord]]:
+    """Record the step of a model with frozen parts as it is under ZeRO stage 3."""
+    with inputs_kept():
+        found = {"none": [_record(subject, batch, size, reading) for size in SIZES[:2]]}
+        with _recomputing(subject.blocks, reading):
+            found["full"] = [
+                _record(subject, batch, size, reading) for size in SIZES[:2]
+            ]
+    return {policy + INPUTS_KEPT: steps for policy, steps in found.items()}
 
 
 def _record(
