@@ -30,8 +30,9 @@ from bigmodel.units import MIB, format_bytes
 PROCESS = 350 * MIB
 """Resident memory of a process that has imported torch, measured on Linux."""
 TENSORS = 0.02
-"""Of the bytes of tensors. 95 of 100 predicted peaks were 1.4 % below to 1.6 % above
-measured ones (381 cases, `benchmarks/results/memory_accuracy_cpu_2_processes.json`)."""
+"""Of the bytes of tensors. Predicted peaks were 1.0 % below to 2.5 % above measured
+ones, 95 of 100 within 0.5 % (561 cases,
+`benchmarks/results/memory_accuracy_cpu_2_processes.json`)."""
 CPU_LOW, CPU_HIGH = 0.97, 1.05
 """Of a process on CPUs, whose memory no allocator of torch accounts for."""
 
