@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.layouts import all_layouts, not_here
-from benchmarks.memory_accuracy.families import FAMILIES, Family
+from benchmarks.memory_accuracy.families import (
+    FAMILIES,
+    Family,
+    class_loss,
+    features,
+)
 from bigmodel.backends.backend import refusals
 from bigmodel.backends.catalog import BACKENDS
 from bigmodel.observe.blocks import find_blocks
@@ -52,31 +56,22 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(384, 10))
 
 
-def mlp_loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Cross-entropy against the second entry of the batch."""
-    return nn.functional.cross_entropy(output, batch[1])
-
-
 def gpt_batch(samples: int) -> dict[str, torch.Tensor]:
     """Random tokens."""
     tokens = torch.randint(0, VOCABULARY, (samples, SEQUENCE))
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def mlp_batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random features and classes."""
-    return torch.randn(samples, 384), torch.randint(0, 10, (samples,))
-
-
 MODELS: dict[str, Family] = {
     "gpt": (gpt, gpt_batch, None),
-    "mlp": (mlp, mlp_batch, mlp_loss),
+    "mlp": (mlp, features, class_loss),
     **FAMILIES,
 }
 """Name to module, batch of a number of samples, loss function."""
 
 
 _ABOUT = {"gpt": 1_900_000, "mlp": 900_000}
+"""Elements by which buckets were sized from the first table on."""
 
 
 @cache

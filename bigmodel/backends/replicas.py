@@ -105,12 +105,14 @@ class Replica(AbstractPart):
                 self._builder.add(Task(label="square gradient", surge=surge))
             # The gradient that is there becomes a view of its bucket. Autograd holds
             # the one it made, the same or one added to it, until the hook is done.
-            copied = size if synchronise and self._plan.ddp.gradient_views else 0
             added = self._has_gradients and not self._sums.in_fp32
-            self._free(copied if added else 0)
+            views = synchronise and self._plan.ddp.gradient_views
+            if views and added:
+                self._free(size)
             if synchronise:
                 self._fill(size, task)
-            self._free(0 if added else copied)
+            if views and not added:
+                self._free(size)
             if not (synchronise and self._sums.in_fp32):
                 sizes = [g.elements for g in gradients]
                 self._sums.add(sizes, first=not self._has_gradients)
@@ -180,8 +182,7 @@ class Replica(AbstractPart):
         return 0 if views else self._elements * self._width
 
     def _free(self, size: int) -> None:
-        if size:
-            self._builder.allocate(GRADIENTS, -size, "copy into bucket")
+        self._builder.allocate(GRADIENTS, -size, "copy into bucket")
 
     def _bucket_sizes(self) -> list[int]:
         """Return the bytes of the buckets, filled from the last parameter on."""

@@ -99,16 +99,21 @@ class Shards(AbstractPart):
     def backward(self, index: int, *, last: bool) -> None:
         """Write the backward of a micro-batch."""
         reduce = last or not self._postpone
+
+        def after(at: int) -> None:
+            if at != self._unhooked:
+                self._after_backward(at, reduce, last)
+
         self._gathers.begin_backward()
         self.walk.backward(
             f"micro-batch {index}",
             before=self._before_backward,
-            after=lambda at: self._after_backward(at, reduce, last),
+            after=after,
             on_gradients=self._add_up if self._later else None,
         )
         self._after_backward(ROOT, reduce, last)
         if self._unhooked is not None:
-            self._after_backward(self._unhooked, reduce, last, by_root=True)
+            self._after_backward(self._unhooked, reduce, last)
         self._reductions.end_backward(last=last, reduced=reduce)
         self._later = not last and bool(self._postpone or self._parts.whole)
         self._adds_up = not last and self._postpone and self._reductions.in_place
@@ -130,11 +135,7 @@ class Shards(AbstractPart):
         self._at = at
         return self._gathers.before_backward(at)
 
-    def _after_backward(
-        self, at: int, reduce: bool, last: bool, *, by_root: bool = False
-    ) -> None:
-        if at == self._unhooked and not by_root:
-            return
+    def _after_backward(self, at: int, reduce: bool, last: bool) -> None:
         unit = self._parts.root if at == ROOT else self._parts.blocks[at]
         if unit is None:
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bigmodel.backends.kept_inputs import KeptInputs
 from bigmodel.models import INPUTS_KEPT, Gradient, Param, Placed, Unit
@@ -98,12 +99,13 @@ def steps_of(
         for param in p.unit.params
         if param.tied_to is not None and param.tied_to in here
     )
+    # Where DeepSpeed replaces torch's `linear`.
+    stage3 = plan.backend == "deepspeed" and plan.zero_stage == 3
     steps: list[Step] = []
     tapes = "none"
     for p in reversed(placed):
         tapes = policies.get(p.path, tapes)
         key = tapes + INPUTS_KEPT
-        stage3 = plan.backend == "deepspeed" and plan.zero_stage == 3
         kept = stage3 and key in p.unit.phases
         copies = tuple(param for param in p.unit.params if param.tied_to is not None)
         apart = tuple(param for param in copies if param.tied_to not in here)
@@ -336,28 +338,25 @@ class Walk:
     def _segments(
         self, step: Step, phase: str, policy: str | None = None
     ) -> tuple[Segment, ...]:
+        key = policy or step.tapes
+        on_rank = self._on_rank(step, key)
         return self.costs.segments(
-            step.unit,
-            policy or step.tapes,
-            phase,
-            self.plan.micro_batch,
-            receives_input=step.receives_input,
-            receives_gradient=step.receives_gradient,
-            apart=step.split,
-            beside=self._beside[policy or step.tapes],
+            step.unit, key, phase, self.plan.micro_batch, **on_rank
         )
 
     def _whole(self, step: Step, phase: str, policy: str | None = None) -> Segment:
-        return self.costs.whole(
-            step.unit,
-            policy or step.tapes,
-            phase,
-            self.plan.micro_batch,
-            receives_input=step.receives_input,
-            receives_gradient=step.receives_gradient,
-            apart=step.split,
-            beside=self._beside[policy or step.tapes],
-        )
+        key = policy or step.tapes
+        on_rank = self._on_rank(step, key)
+        return self.costs.whole(step.unit, key, phase, self.plan.micro_batch, **on_rank)
+
+    def _on_rank(self, step: Step, key: str) -> dict[str, Any]:
+        """Return what of the rank's other units decides what a unit costs here."""
+        return {
+            "receives_input": step.receives_input,
+            "receives_gradient": step.receives_gradient,
+            "apart": step.split,
+            "beside": self._beside[key],
+        }
 
     def _split_ends(self, phase: str, label: str) -> None:
         for step in self.steps:

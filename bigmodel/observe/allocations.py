@@ -172,8 +172,10 @@ def _settled_collectives() -> Iterator[None]:
 
 
 def _phase(name: str, start: int, end: int, changes: Sequence[_Change]) -> PhaseMemory:
-    moments = [change.moment for change in changes]
-    first, last = bisect_left(moments, start), bisect_left(moments, end)
+    first, last = (
+        bisect_left(changes, moment, key=lambda change: change.moment)
+        for moment in (start, end)
+    )
     at_start, at_end = changes[first].before, changes[last].before
     return PhaseMemory(
         name=name,

@@ -79,7 +79,9 @@ def assemble(
         phases = {}
         for policy, steps in recordings.items():
             split = policy == SPLIT
-            raw = [_raw_tapes(step, number, layout, single, split) for step in steps]
+            # The graph of a split backward goes as a whole: no unit frees by itself.
+            pairs = frozenset() if split else single
+            raw = [_raw_tapes(step, number, layout, pairs, split) for step in steps]
             prefix = _prefix(layout, number)
             tapes = {
                 key: _fit([tape[key] for tape in raw], sizes, prefix, laws)
@@ -212,19 +214,19 @@ def _raw_tapes(
     for phase in ("forward", "backward", "weights"):
         for event in events.get((unit, phase), ()):
             late = _late(event[1], layout, split) if isinstance(event, tuple) else None
-            if late is None:
+            if late is None or not isinstance(event, tuple):
                 raw[phase].append(event)
-            elif isinstance(event, tuple) and event[0] == "born":
+                continue
+            what, storage = event
+            pair = _partner(storage, single)
+            if what == "born":
                 # Freed far away: accounted for here, at the end of the rank's phase.
                 raw[phase].append(event)
-                pair = None if split else _partner(event[1], single)
                 raw[late].append(
-                    ("died", event[1]) if pair is None else RawFarEnd(event[1], pair[1])
+                    ("died", storage) if pair is None else RawFarEnd(storage, pair[1])
                 )
-            elif isinstance(event, tuple) and not split:
-                pair = _partner(event[1], single)
-                if pair is not None:
-                    raw[phase].append(RawFarEnd(event[1], pair[0]))
+            elif pair is not None:
+                raw[phase].append(RawFarEnd(storage, pair[0]))
     return raw
 
 

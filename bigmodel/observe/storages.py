@@ -171,16 +171,9 @@ class StorageFollower(TorchDispatchMode):
         """Note that bytes, which are known later, came and went with an operator."""
         if key is None:
             return
-        record = RawStorage(
-            index=len(self.recording.storages),
-            num_bytes=0,
-            born=self.place,
-            died=self.place,
-            workspace=key,
-        )
-        self.recording.storages.append(record)
-        events = self.recording.events[self.place]
-        events += [("born", record), ("died", record)]
+        record = self._record(0)
+        record.workspace = key
+        self._end(record)
 
     def _see(self, tensor: torch.Tensor, *, cast: bool) -> None:
         storage = tensor.untyped_storage()
@@ -211,21 +204,22 @@ class StorageFollower(TorchDispatchMode):
         One that another unit has made ends here, and begins anew: a rank that receives
         it from another keeps what it has received.
         """
-        entry = self._live.get(storage_key(old))
-        if entry is None or entry[0].num_bytes != new.untyped_storage().nbytes():
+        record = self.storage_of(old)
+        if record is None or record.num_bytes != new.untyped_storage().nbytes():
             return False
-        record, _ = self._live.pop(storage_key(old))
+        del self._live[storage_key(old)]
         if record.born[0] != self.place[0]:
-            before = record
-            before.died = self.place
-            self.recording.events[self.place].append(("died", before))
-            record = self._record(before.num_bytes)
+            self._end(record)
+            before, record = record, self._record(record.num_bytes)
             record.parts = (before,)
         self._follow(record, new)
         return True
 
     def _bury(self, key: int) -> None:
         record, _ = self._live.pop(key)
+        self._end(record)
+
+    def _end(self, record: RawStorage) -> None:
         record.died = self.place
         self.recording.events[self.place].append(("died", record))
 

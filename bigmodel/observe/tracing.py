@@ -128,13 +128,11 @@ def _subject(model: nn.Module, mode: FakeTensorMode, reading: Reading) -> _Subje
 
 
 def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
-    recordings = {"none": [_record(subject, batch, size, reading) for size in SIZES]}
-    with _recomputing(subject.blocks, reading):
-        recordings["full"] = [
-            _record(subject, batch, size, reading) for size in SIZES[:2]
-        ]
+    recordings = _by_policy(subject, batch, SIZES, reading)
     if not all(param.requires_grad for param in subject.model.parameters()):
-        recordings |= _with_inputs_kept(subject, batch, reading)
+        with inputs_kept():
+            kept = _by_policy(subject, batch, SIZES[:2], reading)
+        recordings |= {policy + INPUTS_KEPT: steps for policy, steps in kept.items()}
     cuts, uncuttable = _cut_points(subject, batch, reading)
     if cuts:
         # torch cannot split every graph: not one that needs a hidden state twice.
@@ -168,17 +166,14 @@ def _trace(subject: _Subject, batch: Any, reading: Reading) -> ModelSpec:
     )
 
 
-def _with_inputs_kept(
-    subject: _Subject, batch: Any, reading: Reading
+def _by_policy(
+    subject: _Subject, batch: Any, sizes: Sequence[int], reading: Reading
 ) -> dict[str, list[StepRecord]]:
-    """Record the step of a model with frozen parts as it is under ZeRO stage 3."""
-    with inputs_kept():
-        found = {"none": [_record(subject, batch, size, reading) for size in SIZES[:2]]}
-        with _recomputing(subject.blocks, reading):
-            found["full"] = [
-                _record(subject, batch, size, reading) for size in SIZES[:2]
-            ]
-    return {policy + INPUTS_KEPT: steps for policy, steps in found.items()}
+    """Record the step without recomputation at all sizes, and with it at two."""
+    found = {"none": [_record(subject, batch, size, reading) for size in sizes]}
+    with _recomputing(subject.blocks, reading):
+        found["full"] = [_record(subject, batch, size, reading) for size in sizes[:2]]
+    return found
 
 
 def _record(

@@ -67,7 +67,7 @@ class Costs:
         received = (receives_input, receives_gradient)
         key = (id(unit), policy, phase, micro_batch, *received, apart, beside)
         if key not in self._cache:
-            phases = unit.phases[policy]
+            phases, at_end = unit.phases[policy], phase.endswith("_end")
             tape = getattr(phases, phase)
             if receives_input:
                 size = unit.input_bytes_per_sample * micro_batch
@@ -78,9 +78,8 @@ class Costs:
                 if sooner == (phase == "backward"):
                     tape, _ = without_free(tape, micro_batch, size)
             if apart and not phase.startswith("forward"):
-                at_end = phase.endswith("_end")
                 tape = with_own_gradients(tape, apart, at_end=at_end)
-            tape = ends_on_rank(tape, beside, at_end=phase.endswith("_end"))
+            tape = ends_on_rank(tape, beside, at_end=at_end)
             self._cache[key] = cut(tape, micro_batch, self.cluster.device)
         return self._cache[key]
 

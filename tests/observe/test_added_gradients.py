@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-import bigmodel
-from benchmarks.memory_accuracy.__main__ import CLUSTER
 from bigmodel.plans import Plan
-from bigmodel.running.measuring import measure_memory
-from bigmodel.running.session import prepare
-from bigmodel.search import predict
-from bigmodel.simulator import Costs
-
-ONE_CPU = replace(CLUSTER, node=replace(CLUSTER.node, count=1))
+from tests.observe.one_cpu import peaks
 
 
 class Sliced(nn.Module):
@@ -49,17 +41,7 @@ def test_added_gradients_are_predicted_as_they_are_measured(kind):
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(96, 96), kind())
 
-    spec = bigmodel.trace(model, batch(2), precision="fp32", target="cpu", loss=loss)
-    plan = Plan(
-        backend="ddp",
-        units=spec.units,
-        micro_batch=64,
-        precision="fp32",
-        optimizer="sgd",
-    )
+    plan = Plan(backend="ddp", micro_batch=64, precision="fp32", optimizer="sgd")
     optimizer = partial(torch.optim.SGD, lr=1e-3)
-    measured = measure_memory(
-        lambda: prepare(plan, model, optimizer, loss), lambda _: batch(64)
-    )
-    (rank,) = predict(plan, Costs(spec, ONE_CPU)).ranks
-    assert rank.allocated == pytest.approx(measured.peak, rel=0.001)
+    predicted, measured = peaks(model, batch, loss, optimizer, plan)
+    assert predicted == pytest.approx(measured, rel=0.001)

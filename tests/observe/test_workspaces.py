@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,14 +9,8 @@ import torch
 from torch import nn
 
 import bigmodel
-from benchmarks.memory_accuracy.__main__ import CLUSTER
 from bigmodel.plans import Plan
-from bigmodel.running.measuring import measure_memory
-from bigmodel.running.session import prepare
-from bigmodel.search import predict
-from bigmodel.simulator import Costs
-
-ONE_CPU = replace(CLUSTER, node=replace(CLUSTER.node, count=1))
+from tests.observe.one_cpu import peaks
 
 
 class Skipping(nn.Module):
@@ -47,16 +40,10 @@ def loss(output: torch.Tensor, batch: tuple) -> torch.Tensor:
 
 @pytest.mark.parametrize("precision", ["fp32", "autocast"])
 def test_convolutions_are_predicted_with_what_they_take_in_between(precision):
-    spec = bigmodel.trace(
-        Skipping, images(2), precision=precision, target="cpu", loss=loss
-    )
-    plan = Plan(backend="ddp", units=spec.units, micro_batch=4, precision=precision)
+    plan = Plan(backend="ddp", micro_batch=4, precision=precision)
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
-    measured = measure_memory(
-        lambda: prepare(plan, Skipping, optimizer, loss), lambda _: images(4)
-    )
-    (rank,) = predict(plan, Costs(spec, ONE_CPU)).ranks
-    assert rank.allocated == pytest.approx(measured.peak, rel=0.005)
+    predicted, measured = peaks(Skipping, images, loss, optimizer, plan)
+    assert predicted == pytest.approx(measured, rel=0.005)
 
 
 def test_workspaces_of_a_cpu_are_not_those_of_a_gpu():

@@ -116,7 +116,8 @@ class _Stage:
         # gloo's sends hold their tensors; NCCL's let go when they are waited for.
         gloo = costs.cluster.device.kind == "cpu"
         name = plan.stages.schedule  # type: ignore[union-attr]
-        self._waits_at_end = len(held) > 1 or (gloo and name == "gpipe")
+        self._schedule = SCHEDULES.get(name)
+        self._waits_at_end = len(held) > 1 or (gloo and self._schedule.holds_all)
         self._until_end = self._until_next_step = 0
         self._alternates = name == "1f1b"
         self._warm_up = min(plan.num_stages - stage, plan.accumulation)
@@ -129,7 +130,6 @@ class _Stage:
         received += 0 if self._last else self._leaving
         builder.hold(RECEIVED, received * plan.accumulation)
         walk = Walk(plan, costs, builder, steps)
-        self._schedule = SCHEDULES.get(plan.stages.schedule)  # type: ignore[union-attr]
         made, self._kept = self._left_over(walk)
         expected = sum(p.elements for p in trainable(steps))
         # Those that two stages of this rank share are stepped in the first of them, and
