@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from bigmodel.clusters import Cluster
 from bigmodel.errors import Violation
-from bigmodel.models import ModelSpec
+from bigmodel.models import OPTIMIZERS, ModelSpec
 from bigmodel.plans import Plan
 from bigmodel.plans.training_plan import PRECISIONS
 from bigmodel.simulator import Costs, Program
@@ -62,6 +62,10 @@ class AbstractBackend(ABC):
     def device_violations(self, plan: Plan, kind: str) -> Iterator[Violation]:
         """Yield what this backend cannot do on a kind of device, `cuda` or `cpu`."""
         return iter(())
+
+    def steps_parts(self, plan: Plan) -> bool:
+        """Say whether optimizers are given parts of parameters, not whole ones."""
+        return False
 
     @abstractmethod
     def layouts(self, costs: Costs) -> Iterator[Plan]:
@@ -120,10 +124,25 @@ def refusals(
                 rule=f"it would have no effect under backend {backend.name!r}",
                 cure="leave it at its default, or use a backend that obeys it",
             )
+    yield from _optimizer_violations(backend, plan)
     yield from backend.violations(plan, model, cluster)
     kind = cluster.device.kind if cluster is not None else kind
     if kind is not None:
         yield from backend.device_violations(plan, kind)
+
+
+def _optimizer_violations(backend: AbstractBackend, plan: Plan) -> Iterator[Violation]:
+    if plan.optimizer not in OPTIMIZERS:
+        return
+    if OPTIMIZERS.get(plan.optimizer).factored and backend.steps_parts(plan):
+        yield Violation(
+            field="optimizer",
+            got=plan.optimizer,
+            rule="it keeps rows and columns of whole matrices, and this plan gives it "
+            "parts of them",
+            cure="use a plan that keeps parameters whole (ddp, zero_stage 1 of ddp or "
+            "fairscale), or another optimizer",
+        )
 
 
 def divisors(number: int) -> list[int]:

@@ -22,7 +22,7 @@ from bigmodel.backends.walk import (
     trainable,
 )
 from bigmodel.clusters import send_seconds
-from bigmodel.models import Gradient
+from bigmodel.models import Gradient, Param
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, Program, ProgramBuilder, Task
 
@@ -182,14 +182,14 @@ class _Device:
         # fairscale's Pipe goes back through all micro-batches at once.
         pipe = plan.stages is not None and plan.stages.schedule == "gpipe"
         self._sums = GradientSums(plan, costs, builder, one_backward=pipe)
-        self._sizes: list[int] = []
+        self._params: list[Param] = []
 
     def hold(self, steps: Sequence[Step]) -> None:
         """Hold the weights and states of units."""
-        sizes = [param.elements for param in trainable(steps)]
-        self._sizes += sizes
+        params = trainable(steps)
+        self._params += params
         hold_weights(self.builder, self._plan, steps)
-        hold_states(self.builder, self._plan, sizes)
+        hold_states(self.builder, self._plan, [param.shape for param in params])
         hold_inputs(self.builder, self._costs, self._plan, steps, batch=False)
 
     def backward(self, walk: Walk, name: str) -> None:
@@ -203,7 +203,8 @@ class _Device:
 
     def update(self) -> None:
         """Write the optimizer's step and the end of the gradients."""
-        elements = sum(self._sizes)
-        self._sums.finish(self._sizes)
-        self.builder.add(step_task(self._plan, self._costs, self._sizes))
-        self.builder.allocate(GRADIENTS, -elements * 4, "drop gradients")
+        sizes = [param.elements for param in self._params]
+        shapes = [param.shape for param in self._params]
+        self._sums.finish(sizes)
+        self.builder.add(step_task(self._plan, self._costs, shapes))
+        self.builder.allocate(GRADIENTS, -sum(sizes) * 4, "drop gradients")

@@ -82,7 +82,7 @@ class Replica(AbstractPart):
         self._sent_before = False
         self._reductions: list[int] = []
         hold_weights(builder, plan, walk.steps)
-        hold_states(builder, plan, [p.elements for p in self._stepped])
+        hold_states(builder, plan, [p.shape for p in self._stepped])
         if self._bucketed:
             builder.hold(BUCKETS, self._elements * self._width, self._bucket_sizes())
             builder.hold(HOOK, self._hook.held)
@@ -157,7 +157,7 @@ class Replica(AbstractPart):
         self._sums.finish(trained, in_bucket=not self._own_gradients)
         if self._sums.in_fp32 and self._bucketed:
             builder.allocate(GRADIENTS, -self._own_gradients, "drop half gradients")
-        builder.add(step_task(plan, self._costs, [p.elements for p in self._stepped]))
+        builder.add(step_task(plan, self._costs, [p.shape for p in self._stepped]))
         if self._own < self._elements:
             builder.add(
                 Task(

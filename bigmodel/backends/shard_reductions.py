@@ -65,7 +65,7 @@ class Reductions:
         """Trained parameters that are left out of sharding."""
         self.shards = sum(unit.trained for unit in parts.groups) / self._ranks
         """Elements of trained shards on this rank."""
-        self._stepped = parts.stepped
+        self._stepped = [(size,) for size in parts.stepped]
         self._reducing = 0
         self._held = 0
         self._partial = False

@@ -83,7 +83,7 @@ class Shards(AbstractPart):
             sizes = [4 * size // plan.mesh.shard for size in padded]
             sizes += [4 * param.elements for param in parts.whole]
             builder.hold(WEIGHTS, (shards + kept) * 4, sizes)
-            hold_states(builder, plan, parts.stepped)
+            hold_states(builder, plan, [(size,) for size in parts.stepped])
         hold_inputs(builder, costs, plan, walk.steps, batch=batch)
 
     def forward(self, index: int) -> None:

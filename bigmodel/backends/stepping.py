@@ -9,10 +9,10 @@ figures are rows of `models/optimizers.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from math import prod
 
 from bigmodel.backends.walk import OPTIMIZER, STEP
-from bigmodel.models import OPTIMIZERS
+from bigmodel.models import OPTIMIZERS, Shape
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Task
 from bigmodel.simulator.program import Holdings, single
@@ -20,26 +20,20 @@ from bigmodel.simulator.roofline import pass_seconds
 
 
 def optimizer_state_bytes(plan: Plan, elements: float) -> int:
-    """Return the bytes of the fp32 states that the optimizer keeps."""
+    """Return the bytes of the fp32 states that the optimizer keeps for flat parts."""
     return int(OPTIMIZERS.get(plan.optimizer).states * elements * 4)
 
 
-def step_surge(plan: Plan, costs: Costs, sizes: Sequence[float]) -> int:
+def step_surge(plan: Plan, costs: Costs, sizes: Sequence[int]) -> int:
     """Return the bytes that an optimizer's step holds for a moment.
 
     Args:
         plan: Names the optimizer.
-        costs: Says which device; CUDA takes the foreach form.
+        costs: Says which device.
         sizes: Elements of the parameters that this rank steps, in the step's order.
     """
     row = OPTIMIZERS.get(plan.optimizer)
-    if costs.cluster.device.kind == "cuda":
-        return int(row.foreach_copies * sum(sizes) * 4)
-    held = (
-        row.loop_copies * size + row.loop_keeps * before
-        for before, size in pairwise((0, *sizes))
-    )
-    return int(max(held, default=0) * 4)
+    return 4 * row.held_elements(sizes, costs.cluster.device.kind)
 
 
 def step_seconds(plan: Plan, costs: Costs, elements: float) -> float:
@@ -48,41 +42,43 @@ def step_seconds(plan: Plan, costs: Costs, elements: float) -> float:
     return pass_seconds(row.passes * elements * 4, costs.cluster.device)
 
 
-def hold_states(builder: ProgramBuilder, plan: Plan, sizes: Sequence[int]) -> None:
+def hold_states(builder: ProgramBuilder, plan: Plan, shapes: Sequence[Shape]) -> None:
     """Hold the states of parameters, which the first `step_task` makes.
 
     Args:
         builder: The program that is written.
         plan: Names the optimizer.
-        sizes: Elements of each parameter.
+        shapes: Of each parameter.
     """
-    builder.hold(OPTIMIZER, optimizer_state_bytes(plan, sum(sizes)), sizes=())
+    builder.hold(OPTIMIZER, sum(state_sizes(plan, shapes)), sizes=())
 
 
-def step_task(plan: Plan, costs: Costs, sizes: Sequence[int]) -> Task:
+def step_task(plan: Plan, costs: Costs, shapes: Sequence[Shape]) -> Task:
     """Return the step over these parameters.
 
     Args:
         plan: Names the optimizer.
         costs: Says which device.
-        sizes: Elements of each parameter, in the step's order.
+        shapes: Of each parameter, in the step's order.
     """
+    sizes = [prod(shape) for shape in shapes]
+    kind = costs.cluster.device.kind
     return Task(
         label="optimizer step",
         seconds=step_seconds(plan, costs, sum(sizes)),
         surge=((STEP, step_surge(plan, costs, sizes)),),
-        tensors=_copies(plan, sizes) if costs.cluster.device.kind == "cuda" else (),
-        first=single(OPTIMIZER, state_sizes(plan, sizes)),
+        tensors=_copies(plan, sizes, kind),
+        first=single(OPTIMIZER, state_sizes(plan, shapes)),
     )
 
 
-def state_sizes(plan: Plan, sizes: Sequence[int]) -> list[int]:
+def state_sizes(plan: Plan, shapes: Sequence[Shape]) -> list[int]:
     """Return the bytes of every state of parameters, those of each together."""
-    states = OPTIMIZERS.get(plan.optimizer).states
-    return [4 * size for size in sizes for _ in range(states)]
+    row = OPTIMIZERS.get(plan.optimizer)
+    return [4 * size for shape in shapes for size in row.state_elements(shape)]
 
 
-def _copies(plan: Plan, sizes: Sequence[int]) -> Holdings:
-    copies = OPTIMIZERS.get(plan.optimizer).foreach_copies
+def _copies(plan: Plan, sizes: Sequence[int], kind: str) -> Holdings:
+    copies = OPTIMIZERS.get(plan.optimizer).copied_at_once(kind)
     made = [4 * size for _ in range(copies) for size in sizes]
     return single(STEP, (*made, *(-size for size in reversed(made))))

@@ -47,7 +47,7 @@ class States:
         self.keep(tier, MASTERS, elements * 4)
         # Made at once (`initialize_optimizer_states`), and not at the first step.
         states = optimizer_state_bytes(self._plan, elements)
-        self.keep(tier, OPTIMIZER, states, state_sizes(self._plan, [elements]))
+        self.keep(tier, OPTIMIZER, states, state_sizes(self._plan, [(elements,)]))
 
     def keep(
         self, tier: Tier, kind: str, num_bytes: int, sizes: list[int] | None = None

@@ -40,7 +40,11 @@ PrecisionName = Annotated[
 ]
 Optimizer = Annotated[
     str,
-    typer.Option("--optimizer", help="adamw, adam, sgd or sgd-momentum."),
+    typer.Option(
+        "--optimizer",
+        help="adamw (also adamw-fused, -foreach, -loop), adam, sgd, sgd-momentum "
+        "or adafactor.",
+    ),
 ]
 AsJson = Annotated[
     bool,

@@ -2,6 +2,7 @@
 
 from bigmodel.models.optimizers import OPTIMIZERS as OPTIMIZERS
 from bigmodel.models.optimizers import OptimizerRow as OptimizerRow
+from bigmodel.models.optimizers import Shape as Shape
 from bigmodel.models.size import Size as Size
 from bigmodel.models.spec import DTYPE_BYTES as DTYPE_BYTES
 from bigmodel.models.spec import INPUTS_KEPT as INPUTS_KEPT

@@ -96,7 +96,9 @@ class _Device:
         part = replace(plan, micro_batch=plan.micro_batch // count)
         self._steps = steps_of(plan, costs.model.sequence)
         self.walk = Walk(part, costs, builder, self._steps)
-        self._sizes = [param.elements for param in trainable(self._steps)]
+        params = trainable(self._steps)
+        self._shapes = [param.shape for param in params]
+        self._sizes = [param.elements for param in params]
         self._trained = sum(self._sizes) * self._width
         self._weights = costs.model.elements * self._width
         self._buffers = sum(step.unit.buffer_bytes for step in self._steps)
@@ -107,7 +109,7 @@ class _Device:
     def hold(self) -> None:
         """Hold what the first device alone keeps."""
         hold_weights(self.builder, self._plan, self._steps)
-        hold_states(self.builder, self._plan, self._sizes)
+        hold_states(self.builder, self._plan, self._shapes)
         hold_inputs(self.builder, self._costs, self._plan, self._steps)
 
     def send_weights(self, index: str) -> None:
@@ -211,5 +213,5 @@ class _Device:
         """Write the optimizer's step and the end of the gradients."""
         elements = sum(self._sizes)
         self._sums.finish(self._sizes)
-        self.builder.add(step_task(self._plan, self._costs, self._sizes))
+        self.builder.add(step_task(self._plan, self._costs, self._shapes))
         self.builder.allocate(GRADIENTS, -elements * 4, "drop gradients")

@@ -58,6 +58,10 @@ class DeepSpeed(AbstractBackend):
                     cure="leave it out, or run on GPUs",
                 )
 
+    def steps_parts(self, plan: Plan) -> bool:
+        """Say that optimizers step flat partitions."""
+        return True
+
     def layouts(self, costs: Costs) -> Iterator[Plan]:
         """Yield the three stages."""
         if costs.cluster.world > 1:

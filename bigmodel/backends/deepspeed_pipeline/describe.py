@@ -72,6 +72,10 @@ class DeepSpeedPipeline(AbstractBackend):
         elif model is not None:
             yield from _model_violations(plan, model)
 
+    def steps_parts(self, plan: Plan) -> bool:
+        """Say whether the engine makes flat partitions: under ZeRO, and in 16 bits."""
+        return bool(plan.zero_stage) or plan.number_format.masters
+
     def layouts(self, costs: Costs) -> Iterator[Plan]:
         """Yield every number of stages, with data parallelism or ZeRO-1 inside."""
         world, units = costs.cluster.world, costs.model.units

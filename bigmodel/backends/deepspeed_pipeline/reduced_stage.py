@@ -49,12 +49,14 @@ class ReducedStage:
         self._costs = costs
         self._builder = builder
         self._width = weight_bytes(plan)
-        self._sizes = [param.elements for param in trainable(walk.steps)]
+        params = trainable(walk.steps)
+        self._shapes = [param.shape for param in params]
+        self._sizes = [param.elements for param in params]
         self._has_gradients = False
         self.after_backward: Callable[[int], None] | None = None
         """Called with a unit's index after its backward."""
         hold_weights(builder, plan, walk.steps)
-        hold_states(builder, plan, self._sizes)
+        hold_states(builder, plan, self._shapes)
         hold_inputs(builder, costs, plan, walk.steps, batch=False)
 
     def forward(self, index: int) -> None:
@@ -94,7 +96,7 @@ class ReducedStage:
 
     def update(self) -> None:
         """Write the optimizer's step and the end of the gradients."""
-        self._builder.add(step_task(self._plan, self._costs, self._sizes))
+        self._builder.add(step_task(self._plan, self._costs, self._shapes))
         size = sum(self._sizes) * self._width
         self._builder.allocate(GRADIENTS, -size, "drop gradients")
 

@@ -130,7 +130,7 @@ class ReducedToOwner(AbstractPart):
         self._sizes_alone = sizes
         self._accumulated = False
         hold_weights(builder, plan, walk.steps)
-        hold_states(builder, plan, [p.elements for p in self._own])
+        hold_states(builder, plan, [p.shape for p in self._own])
         builder.hold(
             BUCKETS,
             self._elements * WIDTH - self._alone,
@@ -173,7 +173,7 @@ class ReducedToOwner(AbstractPart):
     def update(self) -> None:
         """Write the optimizer's step, its broadcast, and the end of the gradients."""
         builder, costs = self._builder, self._costs
-        builder.add(step_task(self._plan, costs, [p.elements for p in self._own]))
+        builder.add(step_task(self._plan, costs, [p.shape for p in self._own]))
         builder.add(
             Task(
                 label="broadcast stepped weights",

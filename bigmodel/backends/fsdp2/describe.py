@@ -46,6 +46,10 @@ class Fsdp2(AbstractBackend):
         yield from offload_violations(plan, model, cluster)
         yield from ignored_violations(plan, model)
 
+    def steps_parts(self, plan: Plan) -> bool:
+        """Say that optimizers step DTensors, of which adafactor takes none."""
+        return True
+
     def layouts(self, costs: Costs) -> Iterator[Plan]:
         """Yield full sharding and every hybrid, resharding or not, and offloading."""
         world = costs.cluster.world

@@ -62,6 +62,7 @@ class _Replica(AbstractPart):
         self._builder = builder
         self._width = weight_bytes(plan)
         trained = trainable(walk.steps)
+        self._shapes = [param.shape for param in trained]
         self._sizes = [param.elements for param in trained]
         self._elements = sum(self._sizes)
         self._group = group(costs.cluster, plan.mesh.replicate)
@@ -74,7 +75,7 @@ class _Replica(AbstractPart):
         self._order: list[int] = []
         self._reductions: list[int] = []
         hold_weights(builder, plan, walk.steps)
-        hold_states(builder, plan, self._sizes)
+        hold_states(builder, plan, self._shapes)
         if self._reduces and self._fuses(self._sizes):
             builder.hold(BUCKETS, self._threshold)
         hold_inputs(builder, costs, plan, walk.steps)
@@ -111,7 +112,7 @@ class _Replica(AbstractPart):
 
     def update(self) -> None:
         """Write the optimizer's step and the end of the gradients."""
-        self._builder.add(step_task(self._plan, self._costs, self._sizes))
+        self._builder.add(step_task(self._plan, self._costs, self._shapes))
         size = self._elements * self._width
         self._builder.allocate(GRADIENTS, -size, "drop gradients")
 

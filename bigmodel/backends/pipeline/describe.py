@@ -71,6 +71,10 @@ class Pipeline(AbstractBackend):
         if model is not None:
             yield from _cut_violations(plan, model)
 
+    def steps_parts(self, plan: Plan) -> bool:
+        """Say whether stages are sharded with FSDP2."""
+        return plan.mesh.shard > 1
+
     def layouts(self, costs: Costs) -> Iterator[Plan]:
         """Yield every number of stages, with DDP or FSDP2 inside."""
         world, most = costs.cluster.world, len(costs.model.cuts) + 1
