@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import cast
 
 import torch
 from torch import nn
@@ -99,6 +100,9 @@ PLAIN = (
 SPREAD = ("ddp", "fsdp2", "zero2", "zero3", "sharded-ddp")
 """Layouts under which every family is measured."""
 
+STEPPED = ("adamw-foreach", "adamw-fused", "sgd-momentum", "adafactor")
+"""Optimizers that are measured beside AdamW as torch takes it by itself."""
+
 CUT = ("llama", "frozen", "mixtral", "bert")
 """Families that can be cut into stages."""
 
@@ -144,6 +148,8 @@ def _matrix(*, quick: bool) -> Iterator[Case]:
             yield from _cases("gpt", "none", accumulation, precision)
     # What takes an nn.Sequential only, in half precision.
     yield from _cases("mlp", "none", 2, "bf16")
+    yield from _recomputed()
+    yield from _stepped()
     for model in FAMILIES:
         stages = ("1f1b",) if model in CUT else ()
         for recompute in ("none", "full"):
@@ -154,14 +160,40 @@ def _matrix(*, quick: bool) -> Iterator[Case]:
                 yield from _cases(model, "none", 2, precision, ("ddp", "fsdp2"))
 
 
+def _recomputed() -> Iterator[Case]:
+    """Yield what recomputes some operators, or some units."""
+    for recompute in ("selective", "alternate"):
+        yield from _cases("gpt", recompute, 1, "fp32", PLAIN)
+        yield from _cases("gpt", recompute, 2, "autocast", PLAIN)
+        for model in FAMILIES:
+            yield from _cases(model, recompute, 1, "fp32", ("ddp", "fsdp2", "zero3"))
+
+
+def _stepped() -> Iterator[Case]:
+    """Yield other optimizers than AdamW as torch takes it by itself."""
+    for optimizer in STEPPED:
+        for model in ("gpt", "uneven"):
+            yield from _cases(model, "none", 1, "fp32", PLAIN, optimizer)
+
+
 def _cases(
     model: str,
-    recompute: RecomputePolicy,
+    recompute: str,
     accumulation: int,
     precision: Precision,
     labels: Sequence[str] = (),
+    optimizer: str = "adamw",
 ) -> Iterator[Case]:
-    """Yield the cases of all layouts, or of those with these labels."""
+    """Yield the cases of all layouts, or of those with these labels.
+
+    Args:
+        model: A name in `MODELS`.
+        recompute: A policy of all blocks, or `alternate`: `full` for every second one.
+        accumulation: Micro-batches of a step.
+        precision: Number format.
+        labels: Those of layouts; none: all.
+        optimizer: A name in `OPTIMIZERS`.
+    """
     layouts = all_layouts(PROCESSES, units_of(model), elements_of(model))
     for label, layout in layouts:
         if labels and label not in labels:
@@ -170,15 +202,23 @@ def _cases(
             layout,
             micro_batch=4,
             accumulation=accumulation,
-            recompute=(recompute,) * len(layout.units),
+            recompute=_policies(recompute, len(layout.units)),
             precision=precision,
+            optimizer=optimizer,
         )
         if plan.compile or not_here(plan):
             continue
         if list(refusals(BACKENDS.get(plan.backend), plan)):
             continue
         yield Case(
-            name=f"{model} {label} {recompute} x{accumulation} {precision}",
+            name=f"{model} {label} {recompute} x{accumulation} {precision}"
+            + (f" {optimizer}" if optimizer != "adamw" else ""),
             model=model,
             plan=plan,
         )
+
+
+def _policies(recompute: str, count: int) -> tuple[RecomputePolicy, ...]:
+    if recompute == "alternate":
+        return tuple("none" if index % 2 else "full" for index in range(count))
+    return (cast(RecomputePolicy, recompute),) * count

@@ -15,10 +15,18 @@ from benchmarks.memory_accuracy import cases as matrix
 from bigmodel.running.measuring import measure_memory
 from bigmodel.running.session import Engine, prepare
 
+OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "adamw-foreach": partial(torch.optim.AdamW, lr=1e-3, foreach=True),
+    "adamw-fused": partial(torch.optim.AdamW, lr=1e-3, fused=True),
+    "sgd-momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-3),
+}
+
 
 def make(case: matrix.Case) -> Engine:
     model, _, loss = matrix.MODELS[case.model]
-    return prepare(case.plan, model, partial(torch.optim.AdamW, lr=1e-3), loss)
+    return prepare(case.plan, model, OPTIMIZERS[case.plan.optimizer], loss)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from bigmodel.backends.batch import cast_floats
 from bigmodel.backends.engine import LossFunction
 from bigmodel.backends.forward import compute_loss, model_inputs
 from bigmodel.backends.pipeline.cutting import why_uncuttable
-from bigmodel.backends.recompute import recompute_fully
+from bigmodel.backends.recompute import RECOMPUTES
 from bigmodel.errors import UsageError, Violation, raise_if_any
 from bigmodel.models import ModelSpec
 from bigmodel.observe.sources import resolve
@@ -77,7 +77,7 @@ def trace(
 
     reading = Reading(
         loss_of=loss_of,
-        recompute=recompute_fully,
+        recompute=RECOMPUTES,
         precision=precision,
         target=target,
         name=subject.name,

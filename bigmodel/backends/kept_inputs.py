@@ -37,14 +37,14 @@ class KeptInputs:
         )
         copied = [
             step.unit.input_bytes_per_sample * plan.micro_batch
-            if moves and step.policy == "full"
+            if moves and step.policy != "none"
             else 0
             for step in steps
         ]
         self._copied = copied
         """Bytes that travel, for every unit."""
         self._freed = [
-            size if size and _only_holder(step.unit, costs, plan, size) else 0
+            size if size and _only_holder(step, costs, plan, size) else 0
             for step, size in zip(steps, copied, strict=True)
         ]
         """Of these, what the device need not hold meanwhile."""
@@ -81,15 +81,16 @@ class KeptInputs:
         self._builder.add(Task(label="wait for the copy", after=(copy,)))
 
 
-def _only_holder(unit, costs: Costs, plan: Plan, size: int) -> bool:
+def _only_holder(step, costs: Costs, plan: Plan, size: int) -> bool:
     """Say whether a unit's own backward frees the input that it has kept."""
+    unit, policy = step.unit, step.policy
     frees = sum(
         isinstance(event, Storage)
         and event.sign < 0
         and event.kind == "boundary"
         and event.partner is None
         and event.size.at(plan.micro_batch) == size
-        for event in unit.phases["full"].backward.events
+        for event in unit.phases[policy].backward.events
     )
     # The gradient of its output ends there too.
     return frees > (costs.output_bytes(unit, plan.micro_batch) == size)

@@ -24,7 +24,7 @@ def activation_offload_violations(plan: Plan) -> Iterator[Violation]:
 
 def unused_offload_violations(plan: Plan) -> Iterator[Violation]:
     """Yield offloading of activations where no unit is recomputed."""
-    if plan.offload.activations != "device" and "full" not in plan.recompute:
+    if plan.offload.activations != "device" and not plan.recomputed:
         yield Violation(
             field="offload.activations",
             got=plan.offload.activations,

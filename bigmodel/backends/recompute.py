@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bigmodel.plans import Plan
+
+_aten: Any = torch.ops.aten
+KEPT_OPERATORS = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.convolution.default,
+    _aten._grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+]
+"""What policy `selective` keeps the outputs of: operators that compute much for each
+byte that they return. A product of two activations (`bmm`) is not one: attention
+without a kernel of its own would keep its whole matrix of scores."""
 
 Watcher = Callable[
     [nn.Module, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], None
@@ -36,7 +51,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 
 def apply_recompute(blocks: Mapping[str, nn.Module], plan: Plan) -> None:
-    """Let the blocks whose policy is `full` keep only their inputs.
+    """Let blocks recompute by their policies.
 
     The block's `forward` is replaced on the instance; a wrapper module would change the
     names of its parameters. Names that the plan does not list as units are left alone,
@@ -47,30 +62,62 @@ def apply_recompute(blocks: Mapping[str, nn.Module], plan: Plan) -> None:
     policies = dict(zip(plan.units, plan.recompute, strict=True))
     on_cpu = plan.offload.activations == "cpu"
     for name, block in blocks.items():
-        if policies.get(name) == "full":
-            recompute_fully(block, name, inputs_on_cpu=on_cpu)
+        policy = policies.get(name, "none")
+        if policy != "none":
+            recompute(block, policy, name, inputs_on_cpu=on_cpu)
 
 
-def recompute_fully(
-    block: nn.Module, name: str = "", *, inputs_on_cpu: bool = False
+def recompute(
+    block: nn.Module, policy: str, name: str = "", *, inputs_on_cpu: bool = False
 ) -> None:
-    """Let a block keep only its inputs and run its forward again in the backward.
+    """Let a block run all or some of its forward again in the backward.
 
     Args:
         block: Its `forward` is replaced.
+        policy: `full` or `selective`; see `plans.RecomputePolicy`.
         name: Its path in the model, for messages.
         inputs_on_cpu: Whether positional inputs wait in the CPU's memory, pinned where
             there are GPUs. torch 2.13 keeps others (masks) wherever they are.
     """
     # A plain attribute hides the method of the class; modules allow it.
-    block.forward = _checkpointed(block, name, block.forward, inputs_on_cpu)
+    block.forward = _checkpointed(block, policy, name, block.forward, inputs_on_cpu)
+
+
+RECOMPUTES: dict[str, Callable[[nn.Module], None]] = {
+    policy: functools.partial(recompute, policy=policy)
+    for policy in ("selective", "full")
+}
+"""By policy, lets a block recompute."""
+
+
+def contexts(
+    block: nn.Module, policy: str
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return what surrounds a block's forward, and the one in the backward."""
+    if policy == "full":
+        return nullcontext(), statistics_kept(block)
+    first, again = create_selective_checkpoint_contexts(KEPT_OPERATORS)
+    return first, _both(again, statistics_kept(block))
+
+
+@contextmanager
+def _both(
+    one: AbstractContextManager[Any], other: AbstractContextManager[Any]
+) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(one)
+        stack.enter_context(other)
+        yield
 
 
 def _checkpointed(
-    block: nn.Module, name: str, forward: Callable[..., Any], inputs_on_cpu: bool
+    block: nn.Module,
+    policy: str,
+    name: str,
+    forward: Callable[..., Any],
+    inputs_on_cpu: bool,
 ) -> Callable[..., Any]:
-    def contexts() -> tuple[Any, Any]:
-        return nullcontext(), statistics_kept(block)
+    around = functools.partial(contexts, block, policy)
 
     # wraps: transformers looks at the signature of what it calls.
     @functools.wraps(forward)
@@ -81,7 +128,7 @@ def _checkpointed(
         # The hooks of checkpointing lie above these: of the block only inputs move.
         with save_on_cpu(pin_memory=pinned) if inputs_on_cpu else nullcontext():
             return checkpoint(
-                forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
+                forward, *args, use_reentrant=False, context_fn=around, **kwargs
             )
 
     return run

@@ -46,7 +46,8 @@ def estimate_command(
         str,
         typer.Option(
             help="full: keep only the inputs of every block and recompute the rest in "
-            "the backward; none."
+            "the backward; selective: keep what matrix products and attention return "
+            "too; none."
         ),
     ] = "none",
     precision: options.PrecisionName = "bf16",

@@ -50,14 +50,14 @@ def build_plan(options: PlanOptions, costs: Costs) -> Plan:
             entry.fsdp2.reshard_after_forward is True,
         ),
     )
-    full = options.recompute == "full"
+    recomputed = (options.recompute,) * len(layout.units)
     return replace(
         layout,
         micro_batch=options.micro_batch,
         accumulation=options.accumulation,
         precision=options.precision,
         optimizer=options.optimizer,
-        recompute=("full",) * len(layout.units) if full else (),
+        recompute=() if options.recompute == "none" else recomputed,
     )
 
 

@@ -210,12 +210,12 @@ def _offload(plan: Plan) -> Iterator[Violation]:
 
 def _recompute(plan: Plan, way: Way) -> Iterator[Violation]:
     full = plan.recompute.count("full")
-    if not full or way == "object":
+    if not plan.recomputed or way == "object":
         return
     if way == "file":
         yield Violation(
             field="recompute",
-            got=f"{full} units",
+            got=f"{plan.recomputed} units",
             rule="the file knows recomputation only for FSDP, and there without the "
             "random numbers of the first forward, which dropout needs again",
             cure=_OBJECT,
@@ -224,6 +224,6 @@ def _recompute(plan: Plan, way: Way) -> Iterator[Violation]:
         yield Violation(
             field="recompute",
             got=f"{full} of {len(plan.recompute)} units",
-            rule="Trainer recomputes all blocks or none",
+            rule="Trainer recomputes all blocks in full, or none",
             cure=f"recompute all or none, or {_OBJECT}",
         )

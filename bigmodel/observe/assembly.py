@@ -33,6 +33,7 @@ from bigmodel.observe.storages import (
     StepRecord,
     storage_key,
 )
+from bigmodel.plans.training_plan import RECOMPUTE_POLICIES
 
 _TAPES = (
     "forward",
@@ -384,4 +385,4 @@ def _sequence(layout: Layout, units: Mapping[int, Unit]) -> tuple[Placed, ...]:
 
 def _empty() -> Unit:
     nothing = Phases(forward=Tape(), backward=Tape())
-    return Unit(params=(), phases={"none": nothing, "full": nothing, SPLIT: nothing})
+    return Unit(params=(), phases=dict.fromkeys((*RECOMPUTE_POLICIES, SPLIT), nothing))

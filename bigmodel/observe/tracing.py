@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,8 @@ class Reading:
 
     loss_of: Callable[[nn.Module, Any], torch.Tensor]
     """Runs the model on a batch and returns the loss."""
-    recompute: Callable[[nn.Module], None]
-    """Makes a block keep only its inputs, as the engines do."""
+    recompute: Mapping[str, Callable[[nn.Module], None]]
+    """By policy, makes a block recompute as the engines do."""
     precision: str
     target: Target
     name: str
@@ -171,8 +171,11 @@ def _by_policy(
 ) -> dict[str, list[StepRecord]]:
     """Record the step without recomputation at all sizes, and with it at two."""
     found = {"none": [_record(subject, batch, size, reading) for size in sizes]}
-    with _recomputing(subject.blocks, reading):
-        found["full"] = [_record(subject, batch, size, reading) for size in sizes[:2]]
+    for policy, apply in reading.recompute.items():
+        with _recomputing(subject.blocks, reading, apply):
+            found[policy] = [
+                _record(subject, batch, size, reading) for size in sizes[:2]
+            ]
     return found
 
 
@@ -265,11 +268,13 @@ def _loss(model: nn.Module, local: Any, reading: Reading) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _recomputing(blocks: Sequence[nn.Module], reading: Reading):
+def _recomputing(
+    blocks: Sequence[nn.Module], reading: Reading, apply: Callable[[nn.Module], None]
+) -> Iterator[None]:
     for block in blocks:
         # Tensor.backward hides function modes from the forwards that it recomputes.
         block.forward = _with_target_operators(block.forward, reading)
-        reading.recompute(block)
+        apply(block)
     try:
         yield
     finally:

@@ -26,9 +26,10 @@ optimizer states in fp32; `autocast`, `autocast-fp16`: weights and gradients in 
 operators in bfloat16 or float16 where torch's autocast says so. Both kinds of fp16
 scale the loss."""
 
-RecomputePolicy = Literal["none", "full"]
-"""What a unit keeps for its backward: `none` recomputes nothing, `full` keeps only the
-inputs of the unit and runs its forward again."""
+RecomputePolicy = Literal["none", "selective", "full"]
+"""What a unit keeps for its backward: `none` recomputes nothing; `selective` keeps its
+inputs and what its matrix products, convolutions and attention return, and runs the
+rest of its forward again; `full` keeps only its inputs and runs all of it again."""
 
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 RECOMPUTE_POLICIES: tuple[str, ...] = get_args(RecomputePolicy)
@@ -118,6 +119,11 @@ class Plan:
         """Samples per optimizer step over all ranks."""
         return self.local_batch * self.mesh.data_parallel
 
+    @property
+    def recomputed(self) -> int:
+        """Number of units that run some of their forward again."""
+        return sum(policy != "none" for policy in self.recompute)
+
     def recomputes(self, unit: int) -> RecomputePolicy:
         """Return the recompute policy of the unit with this index."""
         return self.recompute[unit] if self.recompute else "none"
@@ -163,10 +169,11 @@ class Plan:
         if self.devices_per_process > 1:
             words.append(f"on {self.devices_per_process} devices")
         words.append(f"micro-batch {self.micro_batch} x {self.accumulation}")
-        full = self.recompute.count("full")
-        if full:
-            share = "all" if full == len(self.recompute) else f"{full} units"
-            words.append(f"recompute {share}")
+        for policy, verb in (("full", "recompute"), ("selective", "selective")):
+            count = self.recompute.count(policy)
+            if count:
+                share = "all" if count == len(self.recompute) else f"{count} units"
+                words.append(f"{verb} {share}")
         words.append(self.precision)
         words += [
             f"{kind} on {tier}"
@@ -202,6 +209,13 @@ def _violations(plan: Plan):
             field="recompute",
             got=unknown[0],
             rule=f"a policy must be one of {', '.join(RECOMPUTE_POLICIES)}",
+        )
+    if plan.compile and "selective" in plan.recompute:
+        yield Violation(
+            field="recompute",
+            got="selective",
+            rule="compiled units show no operators, so none could be kept",
+            cure="use full or none with compile, or do not compile",
         )
     if plan.recompute and len(plan.recompute) != len(plan.units):
         yield Violation(

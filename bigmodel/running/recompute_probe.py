@@ -39,7 +39,7 @@ def probed(plan: Plan) -> Iterator[None]:
     Raises:
         UsageError: A block differs; names the first module in it that does.
     """
-    if "full" not in plan.recompute or plan.compile:
+    if not plan.recomputed or plan.compile:
         yield
         return
     seen: set[str] = set()
@@ -60,7 +60,7 @@ def probed(plan: Plan) -> Iterator[None]:
             raise UsageError(
                 Violation(
                     field="recompute",
-                    got="full",
+                    got=dict(zip(plan.units, plan.recompute, strict=True))[name],
                     rule=f"{'.'.join(filter(None, (name, path)))} "
                     f"({type(block.get_submodule(path)).__name__}) does not return the "
                     f"same when it runs again: {what}; gradients would be wrong",

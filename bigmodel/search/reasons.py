@@ -25,7 +25,7 @@ def because(holder: str, plan: Plan, model: ModelSpec) -> str:
         "optimizer states": f"{trained} params x {states} states x 4 B{shards}",
         "gradients": f"of {trained} trained params, as far as they are complete",
         "activations": f"kept for backward, {micro}, "
-        f"{plan.recompute.count('full')} of {len(plan.units)} units recomputed",
+        f"{plan.recomputed} of {len(plan.units)} units recomputed",
         "temporaries": f"inside the operators of one unit, {micro}",
         "gathered weights": "of the units in use and the one being fetched",
         "communication buckets": f"gradients on their way, {width} B an element",

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import bigmodel
-from bigmodel.backends.recompute import recompute_fully
 from bigmodel.errors import OutOfMemoryError, UsageError
 from bigmodel.plans import Mesh, Plan, Stages
 from bigmodel.running.random_state import seed_of_rank
@@ -96,7 +95,7 @@ def test_ac_05_recompute_under_autocast():
         layer = nn.Linear(8, 8)
         block = Twice(layer)
         if recompute:
-            recompute_fully(block)
+            recompute(block, "full")
         with torch.autocast("cpu", torch.bfloat16):
             loss = block(x).float().square().mean()
         loss.backward()

@@ -13,6 +13,7 @@ from bigmodel.backends.engine import AbstractEngine, Job
 from bigmodel.backends.one_process import AbstractOneProcessEngine
 from bigmodel.backends.own_devices import own_devices
 from bigmodel.backends.precision import cast_inputs
+from bigmodel.backends.recompute import contexts
 from bigmodel.observe.blocks import get_blocks
 
 
@@ -34,8 +35,8 @@ class DataParallelEngine(AbstractOneProcessEngine):
         model.to(job.device)
         blocks = get_blocks(model, plan.units)
         for unit, policy in zip(plan.units, plan.recompute, strict=False):
-            if policy == "full":
-                recompute_in_copies(blocks[unit])
+            if policy != "none":
+                recompute_in_copies(blocks[unit], policy)
         super().__init__(job, model)
         devices = own_devices(job.device, plan.devices_per_process)
         self._copies = len(devices) if job.device.type != "cpu" else 1
@@ -55,8 +56,8 @@ class DataParallelEngine(AbstractOneProcessEngine):
         return self._model(*positional, **named)
 
 
-def recompute_in_copies(block: nn.Module) -> None:
-    """Let a block, and every copy of it, keep only its inputs.
+def recompute_in_copies(block: nn.Module, policy: str) -> None:
+    """Let a block, and every copy of it, recompute by a policy.
 
     DataParallel copies the attributes of a module: a `forward` among them would go on
     running the original, with its weights. The class is what copies share.
@@ -66,7 +67,8 @@ def recompute_in_copies(block: nn.Module) -> None:
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(kind.forward, self)
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        around = functools.partial(contexts, self, policy)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=around, **kwargs)
 
     block.__class__ = type(kind.__name__, (kind,), {"forward": forward})
 

@@ -41,6 +41,16 @@ class DeepSpeed(AbstractBackend):
                 rule="backend 'deepspeed' needs a ZeRO stage",
                 cure="use 1, 2 or 3, or backend 'ddp'",
             )
+        if plan.zero_stage == 3 and "selective" in plan.recompute:
+            # `create_selective_checkpoint_contexts` matches the operators of both
+            # forwards, and the hooks inside a block gather other weights in each.
+            yield Violation(
+                field="recompute",
+                got="selective",
+                rule="stage 3 gathers weights inside a block, other ones when it runs "
+                "again, and torch's selective checkpoints expect the same operators",
+                cure="use full or none, stages 1 or 2, or backend 'fsdp2'",
+            )
         yield from option_violations(plan)
         yield from offload_violations(plan, model, cluster)
 

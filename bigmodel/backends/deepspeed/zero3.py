@@ -338,7 +338,7 @@ class ShardedZero(AbstractPart):
                 # Frozen, and so is all before it: autograd never comes here.
                 continue
             own, inner = modules[at][:1], modules[at][1:]
-            again = inner if step.policy == "full" else ()
+            again = inner if step.policy != "none" else ()
             order += [(visit, m) for m in (*own, *again, *reversed(inner))]
         weights = {
             full_name(step, p.name): Weight(

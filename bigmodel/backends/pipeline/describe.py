@@ -166,10 +166,10 @@ def _split_violations(plan: Plan, model: ModelSpec | None) -> Iterator[Violation
             "which DDP and FSDP2 reduce them",
             cure=cure,
         )
-    if "full" in plan.recompute:
+    if plan.recomputed:
         yield Violation(
             field="recompute",
-            got="full",
+            got=next(policy for policy in plan.recompute if policy != "none"),
             rule=f"under schedule {schedule!r} torch would run a block's forward again "
             "for every operator with weights that it holds, not once",
             cure=f"recompute nothing, or {cure}",
