@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from bigmodel.models import ModelSpec
 from bigmodel.plans import Plan, Precision
 from bigmodel.running.plan_argument import as_plan
 from bigmodel.search import Decision, Estimate, decide, predict
+from bigmodel.search.measures import find_measures
 from bigmodel.search.rules import dtype_violations
 from bigmodel.simulator import Costs
 
@@ -76,8 +77,13 @@ def estimate(
     cluster: str | Cluster | None = None,
     seq_len: int | None = None,
     loss: LossFunction | None = None,
+    measures: bool = False,
 ) -> Estimate:
     """Predict memory and time of one plan.
+
+        estimate = bigmodel.estimate("llama-3-8b", plan="plan.json",
+                                     cluster="8xH100-80GB", seq_len=8192)
+        estimate.of_rank(3).units       # who holds what at the peak of rank 3
 
     Args:
         model: Whatever `trace` reads, or a ModelSpec that it returned.
@@ -87,17 +93,64 @@ def estimate(
         cluster: Whatever `cluster` reads; None: this job's machine.
         seq_len: Tokens of a sample, where `batch` is left out.
         loss: `loss(output, batch)`, where the model does not return its loss itself.
+        measures: Whether to predict also what would save memory. Other precisions are
+            tried where the model can be traced again: not of a ModelSpec.
 
     Raises:
         UsageError: Something given is wrong, or the plan breaks a rule for this model
             and cluster; lists every violation.
     """
     chosen = as_plan(plan)
+    return estimate_chosen(
+        model,
+        batch,
+        choose=lambda costs: chosen,
+        precision=chosen.precision,
+        cluster=cluster,
+        seq_len=seq_len,
+        loss=loss,
+        measures=measures,
+    )
+
+
+def estimate_chosen(
+    model: object,
+    batch: Any = None,
+    *,
+    choose: Callable[[Costs], Plan],
+    precision: Precision,
+    cluster: str | Cluster | None = None,
+    seq_len: int | None = None,
+    loss: LossFunction | None = None,
+    measures: bool = False,
+) -> Estimate:
+    """Predict a plan that is made once the model's costs are known.
+
+    Args:
+        model: As for `estimate`, and so are those not named here.
+        batch: A sample batch.
+        choose: Returns the plan.
+        precision: That of the plan.
+        cluster: Where it is to run.
+        seq_len: Tokens of a sample.
+        loss: Of output and batch.
+        measures: Whether to predict also what would save memory.
+    """
     where = read_cluster(cluster)
-    spec = _spec(model, batch, where, chosen.precision, seq_len, loss)
+
+    def traced(wanted: Precision) -> Costs:
+        return Costs(_spec(model, batch, where, wanted, seq_len, loss), where)
+
+    costs = traced(precision)
+    chosen = choose(costs)
     if not chosen.units:
-        chosen = replace(chosen, units=spec.units)
-    return predict(chosen, Costs(spec, where))
+        chosen = replace(chosen, units=costs.model.units)
+    with collection_paused():
+        found = predict(chosen, costs)
+        if not measures:
+            return found
+        again = None if isinstance(model, ModelSpec) else traced
+        return replace(found, measures=find_measures(found, costs, retraced=again))
 
 
 def _spec(

@@ -113,7 +113,9 @@ class Gathers:
             unit = self._groups[at]
             label = f"reshard {unit.label}"
             sizes = [-size * self._width for size in unit.sizes]
-            self._builder.allocate(GATHERED, -self._bytes(unit), label, sizes)
+            self._builder.allocate(
+                GATHERED, -self._bytes(unit), label, sizes, unit=unit.label
+            )
             self._gathered.discard(at)
 
     def _unshard(self, at: int) -> tuple[int, ...]:
@@ -128,6 +130,7 @@ class Gathers:
                 after=(gather,),
                 change=((GATHERED, self._bytes(unit)),),
                 tensors=single(GATHERED, (n * self._width for n in unit.sizes)),
+                unit=unit.label,
             )
         )
         if at in self._smaller:
@@ -168,6 +171,7 @@ class Gathers:
                 change=((GATHERED, size),),
                 surge=((GATHERED, size + cast + self._scratch(size)),),
                 pool=POOL,
+                unit=unit.label,
             )
         )
 
@@ -194,7 +198,7 @@ class Gathers:
     def _free_output(self, at: int) -> None:
         unit = self._groups[at]
         size, label = self._output_bytes(unit), f"free all-gather {unit.label}"
-        self._builder.allocate(GATHERED, -size, label, pool=POOL)
+        self._builder.allocate(GATHERED, -size, label, pool=POOL, unit=unit.label)
 
     def _free(self, size: int, label: str) -> None:
         self._builder.allocate(GATHERED, -size, label)

@@ -26,6 +26,8 @@ class ShardGroup:
     """The same of trained parameters."""
     gradients: tuple[int, ...]
     """Elements of each of their gradients, which carry no padding."""
+    makers: tuple[str, ...]
+    """Labels of the units whose backwards make these gradients, one for each."""
     largest: int
     """Elements of the largest parameter."""
     sizes: tuple[int, ...]
@@ -55,15 +57,18 @@ class Partition:
 def partition(plan: Plan, steps: Iterable[Step]) -> Partition:
     """Deal the parameters of a rank's units to groups."""
     ranks, paths = plan.mesh.shard, plan.fsdp2.ignored
-    outside: list[Param] = []
+    outside: list[tuple[str, Param]] = []
     whole: list[Param] = []
     blocks: list[ShardGroup | None] = []
     stepped: list[int] = []
     for step in steps:
-        inside: list[Param] = []
+        inside: list[tuple[str, Param]] = []
         for param in step.owned:
             ignored = is_ignored(full_name(step.placed, param.name), paths)
-            (whole if ignored else inside).append(param)
+            if ignored:
+                whole.append(param)
+            else:
+                inside.append((step.label, param))
             if param.trainable:
                 stepped.append(param.elements if ignored else _shard(param, ranks))
         if step.placed.role != "block":
@@ -88,20 +93,23 @@ def is_ignored(name: str, paths: tuple[str, ...]) -> bool:
     return name.startswith(tuple(f"{path}." for path in paths))
 
 
-def _group(label: str, params: Iterable[Param], ranks: int) -> ShardGroup:
+def _group(label: str, params: Iterable[tuple[str, Param]], ranks: int) -> ShardGroup:
     sizes: dict[bool, list[int]] = {True: [], False: []}
     gradients: list[int] = []
+    makers: list[str] = []
     largest = 0
-    for param in params:
+    for maker, param in params:
         sizes[param.trainable].append(_shard(param, ranks) * ranks)
         if param.trainable:
             gradients.append(param.elements)
+            makers.append(maker)
         largest = max(largest, param.elements)
     return ShardGroup(
         label=label,
         padded=sum(sizes[True]) + sum(sizes[False]),
         trained=sum(sizes[True]),
         gradients=tuple(gradients),
+        makers=tuple(makers),
         largest=largest,
         sizes=(*sizes[True], *sizes[False]),
         trained_sizes=tuple(sizes[True]),

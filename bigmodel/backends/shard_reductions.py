@@ -12,6 +12,7 @@ the other, if they have the reduce type already; else a group at a time, in fp32
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import final
 
 from bigmodel.backends.host import copy_seconds, host_step_seconds
@@ -67,7 +68,7 @@ class Reductions:
         """Trained parameters that are left out of sharding."""
         self.shards = sum(unit.trained for unit in parts.groups) / self._ranks
         """Elements of trained shards on this rank."""
-        self._reducing = 0
+        self._reducing, self._reduced = 0, ""
         self._held = 0
         self._partial = False
         self._accumulated: set[str] = set()
@@ -96,8 +97,7 @@ class Reductions:
             self._cast(unit)
         elif keep:
             label = f"gradients to fp32 {unit.label}"
-            kept = [size * self._reduce_width for size in unit.gradients]
-            self._builder.allocate(GRADIENTS, sum(kept), label, kept)
+            self._change(unit, self._reduce_width, label)
             self._accumulated.add(unit.label)
         else:
             return
@@ -110,13 +110,13 @@ class Reductions:
             return
         self.free_input()
         computed = self._builder.allocate(
-            BUCKETS, size, f"reduce-scatter input {unit.label}"
+            BUCKETS, size, f"reduce-scatter input {unit.label}", unit=unit.label
         )
         added = unit.label in self._accumulated
         width = self._reduce_width if added else self._width
         self._accumulated.discard(unit.label)
         self._drop(unit, width, f"copied gradients {unit.label}")
-        self._reducing = size
+        self._reducing, self._reduced = size, unit.label
         self._tasks.append(self._reduce_scatter(unit, size, computed, last))
 
     def end_backward(self, *, last: bool, reduced: bool) -> None:
@@ -124,7 +124,7 @@ class Reductions:
         if last:
             # Until then the last reduce-scatter input stays through the next forward.
             self.free_input()
-            self._free(BUCKETS, self._held, "free all-reduce inputs")
+            self._builder.allocate(BUCKETS, -self._held, "free all-reduce inputs")
             self._held = 0
         self._builder.add(Task(label="wait for gradients", after=tuple(self._tasks)))
         self._tasks = []
@@ -134,7 +134,12 @@ class Reductions:
     def free_input(self) -> None:
         """Free the input of the reduce-scatter before."""
         if self._reducing:
-            self._free(BUCKETS, self._reducing, "free reduce-scatter input")
+            self._builder.allocate(
+                BUCKETS,
+                -self._reducing,
+                "free reduce-scatter input",
+                unit=self._reduced,
+            )
         self._reducing = 0
 
     def step(self, shapes: Sequence[Shape], together: Sequence[Shape]) -> None:
@@ -179,6 +184,7 @@ class Reductions:
                 change=((GRADIENTS, made), (BUCKETS, held)),
                 surge=((GRADIENTS, sent), (BUCKETS, max(scratched, cast))),
                 pool=POOL,
+                unit=unit.label,
             )
         )
         if not self._offloads or (self._replicated and not last):
@@ -233,8 +239,11 @@ class Reductions:
 
     def _drop(self, unit: ShardGroup, width: int, label: str) -> None:
         """Write the end of a group's whole gradients, of so many bytes an element."""
-        gone = [-size * width for size in unit.gradients]
-        self._builder.allocate(GRADIENTS, sum(gone), label, gone)
+        self._change(unit, -width, label)
 
-    def _free(self, kind: str, size: int, label: str) -> None:
-        self._builder.allocate(kind, -size, label)
+    def _change(self, unit: ShardGroup, width: int, label: str) -> None:
+        """Write that whole gradients come, of so many bytes an element, or go."""
+        made = zip(unit.makers, unit.gradients, strict=True)
+        for maker, entries in groupby(made, key=lambda entry: entry[0]):
+            sizes = [size * width for _, size in entries]
+            self._builder.allocate(GRADIENTS, sum(sizes), label, sizes, unit=maker)

@@ -15,7 +15,7 @@ from bigmodel.backends.kept_inputs import KeptInputs
 from bigmodel.models import INPUTS_KEPT, Gradient, Param, Placed, Unit
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Segment, Task
-from bigmodel.simulator.program import Stream, merge
+from bigmodel.simulator.program import Member, Stream, merge
 
 WEIGHTS = "weights"
 MASTERS = "fp32 master weights"
@@ -215,6 +215,14 @@ class Walk:
         self._beside: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
         for step in steps:
             self._beside[step.tapes] |= {step.unit.number}
+            builder.join(
+                Member(
+                    name=step.label,
+                    elements=step.elements,
+                    trainable_elements=sum(p.elements for p in trainable([step])),
+                    buffer_bytes=step.unit.buffer_bytes,
+                )
+            )
 
     def forward(
         self,
@@ -231,6 +239,7 @@ class Walk:
             after: Called with the unit's index after its forward.
         """
         for index, step in enumerate(self.steps):
+            self.builder.turn = step.label
             waits = before(index) if before else ()
             self._inputs.before_forward(index)
             segment = self._whole(step, "forward")
@@ -238,6 +247,7 @@ class Walk:
             self._inputs.after_forward(index)
             if after:
                 after(index)
+        self.builder.turn = ""
         if not self.ends_with_others:
             self.end("forward", name)
 
@@ -259,6 +269,7 @@ class Walk:
         """
         for index in reversed(range(len(self.steps))):
             step = self.steps[index]
+            self.builder.turn = step.label
             waits = before(index) if before else ()
             self._inputs.before_backward(index)
             label = f"backward {name} {step.label}"
@@ -287,6 +298,7 @@ class Walk:
                     on_gradients(apart, self.builder.last)
             if after:
                 after(index)
+        self.builder.turn = ""
         if not self.ends_with_others:
             self.end("backward", name)
 
@@ -295,13 +307,14 @@ class Walk:
         for step in self.steps:
             segment = self._whole(step, f"{phase}_end")
             if segment.change:
-                self._compute(segment, f"end of {phase} {name}", ())
+                self._compute(segment, f"end of {phase} {name}", (), step.label)
 
     def backward_of_inputs(self, name: str) -> None:
         """Write the gradients of inputs alone, last unit first."""
         for step in reversed(self.steps):
             segment = self._whole(step, "backward", SPLIT)
-            self._compute(segment, f"backward of inputs {name} {step.label}", ())
+            label = f"backward of inputs {name} {step.label}"
+            self._compute(segment, label, (), step.label)
         self._split_ends("backward_end", f"end of backward of inputs {name}")
 
     def backward_of_weights(
@@ -309,11 +322,13 @@ class Walk:
     ) -> None:
         """Write the gradients of weights alone, first unit first."""
         for step in self.steps:
+            self.builder.turn = step.label
             label = f"backward of weights {name} {step.label}"
             for segment in self._segments(step, "weights", SPLIT):
                 task = self._compute(segment, label, ())
                 if segment.gradients:
                     on_gradients(segment.gradients, task)
+        self.builder.turn = ""
         self._split_ends("weights_end", f"end of backward of weights {name}")
 
     def residue(
@@ -362,13 +377,14 @@ class Walk:
         for step in self.steps:
             segment = self._whole(step, phase, SPLIT)
             if segment.change:
-                self._compute(segment, label, ())
+                self._compute(segment, label, (), step.label)
 
     def _compute(
         self,
         segment: Segment,
         label: str,
         waits: tuple[int, ...],
+        unit: str | None = None,
     ) -> int:
         return self.builder.add(
             Task(
@@ -378,5 +394,6 @@ class Walk:
                 change=segment.change,
                 surge=segment.surge,
                 tensors=segment.tensors,
+                unit=unit,
             )
         )

@@ -11,9 +11,11 @@ from bigmodel.cli import options
 from bigmodel.cli.faults import (
     choice_violations,
     counts_violations,
+    folder_violations,
     reporting_faults,
+    write,
 )
-from bigmodel.cli.printing import print_json, print_tables
+from bigmodel.cli.printing import note, print_json, print_tables
 from bigmodel.errors import Violation, raise_if_any
 
 
@@ -72,7 +74,27 @@ def estimate_command(
             show_default=False,
         ),
     ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            help="Explain this rank's memory; without it that of the fullest.",
+            show_default=False,
+        ),
+    ] = None,
+    measures: Annotated[
+        bool,
+        typer.Option(
+            "--measures/--no-measures",
+            help="Predict also what would save memory: each takes as long as the plan.",
+        ),
+    ] = True,
     as_json: options.AsJson = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a report with pictures into this file.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Predict memory and time of one plan, with where every byte comes from.
 
@@ -83,7 +105,8 @@ def estimate_command(
         --backend fsdp2 --micro-batch 1 --accumulation 8 --recompute full
 
     \b
-    bigmodel estimate gpt2-xl --cluster 4xA100-40GB --plan plan.json
+    bigmodel estimate gpt2-xl --cluster 4xA100-40GB --plan plan.json \\
+        --rank 3 --html memory.html
 
     Exit codes: 0 it was predicted, also where the plan does not fit; 2 something given
     is wrong.
@@ -110,29 +133,28 @@ def estimate_command(
                 cure="give one of them",
             )
         )
-    raise_if_any(found)
+    if rank is not None and rank < 0:
+        found.append(
+            Violation(field="--rank", got=rank, rule="ranks are numbered from 0 on")
+        )
+    raise_if_any(found + folder_violations({"--html": html}))
     from bigmodel.api.clusters import cluster as read_cluster
-    from bigmodel.api.planning import estimate
-    from bigmodel.api.tracing import trace
+    from bigmodel.api.planning import estimate, estimate_chosen
     from bigmodel.plans import document
+    from bigmodel.reports.estimate_page import render_estimate_page
     from bigmodel.reports.tables import estimate_report
 
     where = read_cluster(cluster)
     if plan is not None:
         chosen = document.load(plan)
-        result = estimate(model, plan=chosen, cluster=where, seq_len=seq_len)
+        result = estimate(
+            model, plan=chosen, cluster=where, seq_len=seq_len, measures=measures
+        )
     else:
         from bigmodel.backends.catalog import BACKENDS
         from bigmodel.cli.plan_options import PlanOptions, build_plan
-        from bigmodel.simulator import Costs
 
         BACKENDS.get(backend or "")
-        spec = trace(
-            model,
-            seq_len=seq_len,
-            precision=precision,  # pyright: ignore[reportArgumentType]
-            target=where.device.kind,
-        )
         wanted = PlanOptions(
             backend=backend or "",
             micro_batch=micro_batch,
@@ -145,9 +167,20 @@ def estimate_command(
             schedule=schedule,
             reshard=reshard,
         )
-        chosen = build_plan(wanted, Costs(spec, where))
-        result = estimate(spec, plan=chosen, cluster=where)
+        result = estimate_chosen(
+            model,
+            choose=lambda costs: build_plan(wanted, costs),
+            precision=precision,  # pyright: ignore[reportArgumentType]
+            cluster=where,
+            seq_len=seq_len,
+            measures=measures,
+        )
+    asked = {} if rank is None else {"rank": result.of_rank(rank).to_dict()}
+    if html is not None:
+        title = f"{model} on {where.describe()}"
+        write(html, render_estimate_page(result, title, rank))
+        note(f"wrote {html}")
     if as_json:
-        print_json(result.to_dict())
+        print_json(result.to_dict() | asked)
     else:
-        print_tables(estimate_report(result))
+        print_tables(estimate_report(result, rank))

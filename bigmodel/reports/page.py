@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader
-
 from bigmodel.reports.memory_bars import draw_memory_bars
-from bigmodel.reports.memory_curve import draw_memory_curve
-from bigmodel.reports.streams_chart import draw_streams
+from bigmodel.reports.rendering import render
 from bigmodel.search.decision import Decision
 from bigmodel.search.rejections import group_rejected
-from bigmodel.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,26 +35,15 @@ def render_page(decision: Decision, measured: Sequence[Comparison] = ()) -> str:
         decision: What was decided.
         measured: Shown as a section of its own, where a run was measured.
     """
-    environment = Environment(
-        loader=PackageLoader("bigmodel.reports", ""),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["in_bytes"] = format_bytes
-    environment.filters["in_seconds"] = format_seconds
     best = decision.best
-    index = best.ranks.index(best.fullest)
-    timeline = best.timelines[index] if best.timelines else None
-    return environment.get_template("page.html").render(
+    return render(
+        "page.html",
+        best,
+        best.fullest,
         decision=decision,
         best=best,
         estimates=(best, *decision.runners_up),
         bars=draw_memory_bars((best, *decision.runners_up)),
-        timeline=timeline,
-        curve=draw_memory_curve(timeline) if timeline else None,
-        lanes=draw_streams(best.timelines),
-        span=max((t.seconds for t in best.timelines), default=0.0),
         rejected=group_rejected(decision.rejected),
         measured=tuple(measured),
     )

@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bigmodel.reports.memory_chart import draw_memory_chart
+from bigmodel.reports.unit_rows import unit_rows
 from bigmodel.search.decision import Decision
 from bigmodel.search.prediction import Estimate, RankMemory
 from bigmodel.search.rejections import Rejected, group_rejected
@@ -26,7 +28,7 @@ def decision_report(decision: Decision) -> RenderableType:
     parts: list[RenderableType] = [
         head,
         plans_table((decision.best, *decision.runners_up)),
-        estimate_report(decision.best),
+        estimate_summary(decision.best),
     ]
     if decision.rejected:
         parts.append(rejected_table(decision.rejected))
@@ -55,20 +57,48 @@ def plans_table(estimates: Iterable[Estimate]) -> Table:
     return table
 
 
-def estimate_report(estimate: Estimate) -> RenderableType:
-    """Return the memory of an estimate's fullest rank, term by term, and its time."""
-    rank = estimate.fullest
+def estimate_report(estimate: Estimate, rank: int | None = None) -> RenderableType:
+    """Return the whole explanation of one rank's memory.
+
+    Args:
+        estimate: What was predicted.
+        rank: Which rank; None: the fullest.
+
+    Raises:
+        UsageError: The plan has no such rank.
+    """
+    shown = estimate.fullest if rank is None else estimate.of_rank(rank)
+    parts = [estimate_summary(estimate, rank)]
+    timeline = estimate.timeline_of(shown)
+    chart = draw_memory_chart(timeline) if timeline else None
+    if chart is not None:
+        said = "bytes of tensors in the order of issue; ▼ the peak; a few micro-batches"
+        parts += [Text(f"\n{said} stand for all", style="dim"), chart]
+    if shown.units:
+        parts.append(units_table(shown))
+    if estimate.measures:
+        parts.append(measures_table(estimate))
+    return Group(*parts)
+
+
+def estimate_summary(estimate: Estimate, rank: int | None = None) -> RenderableType:
+    """Return the memory of one rank, term by term, and the time of a step.
+
+    Args:
+        estimate: What was predicted.
+        rank: Which rank; None: the fullest.
+
+    Raises:
+        UsageError: The plan has no such rank.
+    """
+    shown = estimate.fullest if rank is None else estimate.of_rank(rank)
+    whose = _whose(estimate, shown, rank)
     return Group(
         Text(estimate.plan.describe(), style="bold"),
         Text(_verdict(estimate), style="green" if estimate.fits else "red"),
-        Text(
-            f"allocated {format_bytes(rank.allocated)}, "
-            f"reserved {format_bytes(rank.reserved)}, "
-            f"device total {format_bytes(rank.device_total)} "
-            f"(likely {format_bytes(estimate.low)} to {format_bytes(estimate.high)})"
-        ),
-        Text(f"fullest {_whose(estimate, rank)}, at its peak during: {rank.moment}"),
-        _terms_table(rank),
+        Text(f"{whose}, at its peak during: {shown.moment}"),
+        _numbers_table(shown),
+        _terms_table(shown),
         *_stages(estimate),
         Text(
             f"step {format_seconds(estimate.seconds)}: "
@@ -78,6 +108,40 @@ def estimate_report(estimate: Estimate) -> RenderableType:
             f"MFU {estimate.mfu:.1%}"
         ),
     )
+
+
+def units_table(rank: RankMemory) -> Table:
+    """Return what each unit holds at the peak; equal neighbours share a row."""
+    table = _table("allocated", "of each", "unit", "held as")
+    for column in table.columns[:2]:
+        column.justify = "right"
+    for row in unit_rows(rank.units):
+        each = f"{row.count} x {format_bytes(row.each)}" if row.count > 1 else ""
+        _row(table, format_bytes(row.num_bytes), each, row.name, row.holders)
+    return table
+
+
+def measures_table(estimate: Estimate) -> RenderableType:
+    """Return what would save memory, simulated; what would not, in a line."""
+    table = _table("saves", "of allocated", "step then", "fits", "by")
+    for column in table.columns[:3]:
+        column.justify = "right"
+    saving = [m for m in estimate.measures if m.saved_device_total > 0]
+    for measure in saving:
+        _row(
+            table,
+            format_bytes(measure.saved_device_total),
+            format_bytes(measure.saved_allocated),
+            format_seconds(measure.seconds),
+            "yes" if measure.fits else "no",
+            measure.name,
+        )
+    others = [m.name for m in estimate.measures if m.saved_device_total <= 0]
+    parts: list[RenderableType] = [table] if saving else []
+    if others:
+        said = "no lower device total by: " + "; ".join(others)
+        parts.append(Text(said, style="dim"))
+    return Group(*parts)
 
 
 def rejected_table(rejected: Iterable[Rejected]) -> Table:
@@ -104,10 +168,24 @@ def _verdict(estimate: Estimate) -> str:
     )
 
 
-def _whose(estimate: Estimate, rank: RankMemory) -> str:
+def _whose(estimate: Estimate, shown: RankMemory, rank: int | None) -> str:
+    alike = f"stage {shown.stage} (ranks {format_ranges(shown.ranks)})"
+    if rank is not None:
+        return f"rank {rank} of {alike}"
     if len(estimate.ranks) == 1:
-        return "rank: all are equal"
-    return f"stage {rank.stage} (ranks {format_ranges(rank.ranks)})"
+        return "fullest rank: all are equal"
+    return f"fullest {alike}"
+
+
+def _numbers_table(rank: RankMemory) -> Table:
+    table = _table("", "likely", "at least", "at most")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    names = ("allocated", "reserved", "device total")
+    for name, interval in zip(names, rank.intervals, strict=True):
+        ends = (interval.likely, interval.low, interval.high)
+        _row(table, name, *map(format_bytes, ends))
+    return table
 
 
 def _terms_table(rank: RankMemory) -> Table:

@@ -5,9 +5,10 @@
     device total   with the context and the communicators; its upper end is what a
                    device must have
 
-The lower end is what is needed at least: nothing cached beyond what is in use, which is
-what the allocator comes to when the device is full. The upper end has all that the
-replay caches. Tensors themselves are uncertain by what was measured.
+Each has an interval. The lower end of reserved bytes is what is needed at least:
+nothing cached beyond what is in use, which is what the allocator comes to when the
+device is full. The upper end has all that the replay caches. Tensors themselves are
+uncertain by what was measured.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from bigmodel.clusters.overheads import (
     overhead_row,
 )
 from bigmodel.plans import Plan
-from bigmodel.search.prediction import Term
+from bigmodel.search.prediction import Interval, Term
 from bigmodel.simulator import Replayed
 from bigmodel.units import MIB, format_bytes
 
@@ -94,27 +95,42 @@ def outside_terms(plan: Plan, cluster: Cluster) -> tuple[Term, ...]:
     )
 
 
-def interval(
-    plan: Plan, cluster: Cluster, allocated: int, reserved: int
-) -> tuple[int, int]:
-    """Return the least and the largest device total of a rank that is likely.
+def intervals(
+    plan: Plan, cluster: Cluster, allocated: int, reserved: int, total: int
+) -> tuple[Interval, Interval, Interval]:
+    """Return what is likely of allocated, reserved and device total of a rank.
 
     Args:
         plan: The plan.
         cluster: Where it runs.
         allocated: Peak of what is in use.
         reserved: Peak of what the allocator takes for it.
+        total: With what lies outside of the allocator.
     """
-    if cluster.device.kind == "cpu":
-        total = reserved + PROCESS
-        return int(total * CPU_LOW), int(total * CPU_HIGH)
-    shares = [share for _, share in _outside(plan, cluster)]
     doubt = int(allocated * TENSORS)
+    if cluster.device.kind == "cpu":
+        process = Interval(
+            low=int(total * CPU_LOW), likely=total, high=int(total * CPU_HIGH)
+        )
+        return _around(allocated, doubt), _around(reserved, doubt), process
+    shares = [share for _, share in _outside(plan, cluster)]
     # cuBLASLt's workspaces may be as large as cuBLAS's.
     row = overhead_row(cluster.device)
-    more = THREADS * max(row.workspace - row.lt_workspace, 0)
-    low = allocated - doubt + sum(share.low for share in shares)
-    return low, reserved + doubt + more + sum(share.high for share in shares)
+    more = doubt + THREADS * max(row.workspace - row.lt_workspace, 0)
+    least = allocated - doubt
+    return (
+        Interval(low=least, likely=allocated, high=allocated + more),
+        Interval(low=least, likely=reserved, high=reserved + more),
+        Interval(
+            low=least + sum(share.low for share in shares),
+            likely=total,
+            high=reserved + more + sum(share.high for share in shares),
+        ),
+    )
+
+
+def _around(likely: int, doubt: int) -> Interval:
+    return Interval(low=likely - doubt, likely=likely, high=likely + doubt)
 
 
 def _outside(plan: Plan, cluster: Cluster) -> Sequence[tuple[str, Share]]:

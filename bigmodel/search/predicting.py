@@ -25,15 +25,16 @@ from bigmodel.errors import UsageError, raise_if_any
 from bigmodel.plans import Plan
 from bigmodel.search.capacity import (
     cached_term,
-    interval,
+    intervals,
     outside_terms,
     workspace_terms,
     workspaces,
 )
-from bigmodel.search.prediction import Estimate, RankMemory, Term
+from bigmodel.search.prediction import Estimate, RankMemory, Term, UnitMemory
 from bigmodel.search.reasons import because
 from bigmodel.search.rules import violations
 from bigmodel.simulator import Costs, Program, Replayed, Timeline, replay, simulate
+from bigmodel.simulator.unit_holdings import NO_UNIT, holdings_by_unit
 
 
 def predict(
@@ -44,7 +45,8 @@ def predict(
     Args:
         plan: Valid for the model and the cluster.
         costs: Of the model on the cluster; share it between plans.
-        spans: Whether the timelines are to say when every task runs.
+        spans: Whether the timelines are to say when every task runs, and the ranks
+            which units hold their bytes.
         replays: Whether the allocator is replayed. If not, reserved bytes are the least
             that they can be, see [Note: What the allocator reserves].
 
@@ -55,14 +57,12 @@ def predict(
     programs, timelines, seconds = _simulate(plan, costs, spans)
     replayed = _replayed(plan, costs, programs, timelines) if replays else {}
     ranks = tuple(
-        _memory(plan, costs, program, index, timeline, replayed.get(index))
+        _memory(plan, costs, program, index, timeline, replayed.get(index), spans)
         for index, (program, timeline) in enumerate(
             zip(programs, timelines, strict=True)
         )
     )
-    ends = [
-        interval(plan, costs.cluster, rank.allocated, rank.reserved) for rank in ranks
-    ]
+    totals = [rank.intervals[-1] for rank in ranks]
     model, cluster = costs.model, costs.cluster
     samples = plan.global_batch / seconds
     slowest = max(timelines, key=lambda timeline: timeline.busy["compute"])
@@ -74,8 +74,8 @@ def predict(
         plan=plan,
         ranks=ranks,
         capacity=cluster.device.memory,
-        low=max(low for low, _ in ends),
-        high=max(high for _, high in ends),
+        low=max(interval.low for interval in totals),
+        high=max(interval.high for interval in totals),
         seconds=seconds,
         compute_seconds=compute,
         exposed_seconds=seconds - compute,
@@ -144,6 +144,7 @@ def _memory(
     index: int,
     timeline: Timeline,
     replayed: tuple[int, Replayed] | None,
+    by_unit: bool,
 ) -> RankMemory:
     ranks = program.ranks or plan.mesh.stage_ranks(index)
     peak = timeline.peak
@@ -159,15 +160,30 @@ def _memory(
     outside = outside_terms(plan, costs.cluster)
     allocated = peak.num_bytes + spaces
     reserved = allocated + sum(term.num_bytes for term in cached)
+    device_total = reserved + sum(term.num_bytes for term in outside)
     terms = (*tensors, *inside, *cached, *outside)
     return RankMemory(
         stage=plan.mesh.stage(ranks[0]),
         ranks=ranks,
         allocated=allocated,
         reserved=reserved,
-        device_total=reserved + sum(term.num_bytes for term in outside),
+        device_total=device_total,
         moment=peak.moment,
         terms=tuple(sorted(terms, key=lambda term: -term.num_bytes)),
+        intervals=intervals(plan, costs.cluster, allocated, reserved, device_total),
+        units=_units(program, timeline, inside) if by_unit else (),
         host=sum(count for _, count in program.host),
         disk=sum(count for _, count in program.disk),
     )
+
+
+def _units(
+    program: Program, timeline: Timeline, workspaces: Sequence[Term]
+) -> tuple[UnitMemory, ...]:
+    """Return what every unit holds at the peak; workspaces are no unit's."""
+    rows = dict(holdings_by_unit(program, timeline.peak))
+    beside = rows.pop(NO_UNIT, ())
+    beside += tuple((term.name, term.num_bytes) for term in workspaces)
+    ranked = tuple(sorted(beside, key=lambda held: (-held[1], held[0])))
+    found = [*rows.items(), (NO_UNIT, ranked)] if ranked else rows.items()
+    return tuple(UnitMemory(unit=name, holders=held) for name, held in found)

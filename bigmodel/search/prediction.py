@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from bigmodel.errors import UsageError, Violation
 from bigmodel.plans import Plan, document
 from bigmodel.simulator import Timeline
 from bigmodel.units import format_bytes, format_seconds
@@ -24,6 +25,35 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Bytes that are predicted, between the least and the most that are likely."""
+
+    low: int
+    likely: int
+    high: int
+
+    def to_dict(self) -> dict[str, int]:
+        """Return plain data for JSON."""
+        return {"low": self.low, "likely": self.likely, "high": self.high}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitMemory:
+    """What a unit of the model holds at a rank's peak."""
+
+    unit: str
+    """Path of a block; `(before the blocks)`, `(after the blocks)`; `(root)`: FSDP's
+    group of all that is in no block; empty: what belongs to no single unit."""
+    holders: tuple[tuple[str, int], ...]
+    """Bytes by who holds them, largest first."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all holders."""
+        return sum(count for _, count in self.holders)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
     """Memory of ranks that do the same: all of a pipeline stage, or some of them."""
 
@@ -39,6 +69,11 @@ class RankMemory:
     """What runs when `allocated` is at its peak."""
     terms: tuple[Term, ...]
     """Who holds `device_total`, largest first; they add up to it."""
+    intervals: tuple[Interval, Interval, Interval]
+    """Of `allocated`, `reserved` and `device_total`."""
+    units: tuple[UnitMemory, ...] = ()
+    """Which unit holds how much of `allocated`, in forward order; they add up to it.
+    Empty in a search, which looks at sums alone."""
     host: int = 0
     """Bytes that the plan keeps in the machine's memory for this rank."""
     disk: int = 0
@@ -46,12 +81,17 @@ class RankMemory:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
+        names = ("allocated", "reserved", "device_total")
         return {
             "stage": self.stage,
             "ranks": list(self.ranks),
             "peak_allocated_bytes": self.allocated,
             "peak_reserved_bytes": self.reserved,
             "device_total_bytes": self.device_total,
+            "intervals": {
+                name: interval.to_dict()
+                for name, interval in zip(names, self.intervals, strict=True)
+            },
             "host_bytes": self.host,
             "disk_bytes": self.disk,
             "moment": self.moment,
@@ -59,6 +99,44 @@ class RankMemory:
                 {"name": t.name, "bytes": t.num_bytes, "because": t.because}
                 for t in self.terms
             ],
+            "units": [
+                {"unit": u.unit, "bytes": u.num_bytes, "holders": dict(u.holders)}
+                for u in self.units
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """A change of a plan that may save memory, and what it comes to by simulation.
+
+    Savings are differences between the fullest ranks of two predictions; negative where
+    the change needs more.
+    """
+
+    name: str
+    """What is changed, in words."""
+    plan: Plan
+    """The changed plan: for the same global batch."""
+    saved_allocated: int
+    saved_device_total: int
+    device_total: Interval
+    """Of the changed plan's fullest rank."""
+    seconds: float
+    """One optimizer step of the changed plan."""
+    fits: bool
+    """Whether the changed plan fits."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "name": self.name,
+            "plan": document.to_dict(self.plan),
+            "saved_allocated_bytes": self.saved_allocated,
+            "saved_device_total_bytes": self.saved_device_total,
+            "device_total": self.device_total.to_dict(),
+            "seconds": self.seconds,
+            "fits": self.fits,
         }
 
 
@@ -88,6 +166,8 @@ class Estimate:
     recomputation."""
     timelines: tuple[Timeline, ...] = ()
     """Of the simulated micro-batches, one for every entry of `ranks`."""
+    measures: tuple[Measure, ...] = ()
+    """What would save memory, the largest saving first; empty where nobody asked."""
 
     @property
     def fullest(self) -> RankMemory:
@@ -95,8 +175,29 @@ class Estimate:
         return max(self.ranks, key=lambda rank: rank.device_total)
 
     def of_rank(self, rank: int) -> RankMemory:
-        """Return the memory of one rank."""
-        return next(entry for entry in self.ranks if rank in entry.ranks)
+        """Return the memory of one rank.
+
+        Raises:
+            UsageError: The plan has no such rank.
+        """
+        for entry in self.ranks:
+            if rank in entry.ranks:
+                return entry
+        count = sum(len(entry.ranks) for entry in self.ranks)
+        raise UsageError(
+            Violation(
+                field="rank",
+                got=rank,
+                rule=f"the plan has {count} ranks, 0 to {count - 1}",
+                cure="name one of them, or leave it out for the fullest",
+            )
+        )
+
+    def timeline_of(self, memory: RankMemory) -> Timeline | None:
+        """Return the timeline of an entry of `ranks`; None where there is none."""
+        if not self.timelines:
+            return None
+        return self.timelines[self.ranks.index(memory)]
 
     @property
     def fits(self) -> bool:
@@ -127,6 +228,7 @@ class Estimate:
             "mfu": self.mfu,
             "fullest_stage": self.fullest.stage,
             "stages": [rank.to_dict() for rank in self.ranks],
+            "measures": [measure.to_dict() for measure in self.measures],
         }
 
     def __str__(self) -> str:

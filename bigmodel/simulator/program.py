@@ -12,6 +12,12 @@ allocator makes of them depends on single tensors in order, so a task can say wh
 are (`tensors`); nobody looks at them unless the allocator is replayed (`replay.py`).
 Where it does not, every entry of its sums is one tensor. What goes is named by size
 alone, as in a tape.
+
+[Note: Whose turn it is]
+A task belongs to the unit in whose turn it was written: while the unit's forward or
+backward is, with what the library does before and after it. One that is for another
+unit, such as a gather ahead of its use, says so itself. Only who explains a peak looks
+at it (`unit_holdings.py`).
 """
 
 from __future__ import annotations
@@ -45,6 +51,9 @@ class Task:
     See [Note: Sums and single tensors]."""
     pool: str = "compute"
     """The stream that is current when they come: the allocator has a pool for each."""
+    unit: str | None = None
+    """What reports call the unit that it is for; None: the one whose turn it is, see
+    [Note: Whose turn it is]."""
     first: Holdings = ()
     """Tensors of the program's base that come when this task begins for the first time:
     an optimizer's states."""
@@ -52,6 +61,18 @@ class Task:
     """Name of the message that is ready when the task ends."""
     receives: str | None = None
     """Name of the message that must have been sent before the task can start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A unit of a program's rank, with what it has parts of in the base."""
+
+    name: str
+    """What reports call it."""
+    elements: int
+    """Number of parameters that the rank holds for it, before any sharding."""
+    trainable_elements: int
+    buffer_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +85,10 @@ class Program:
     layout: Holdings = field(default=())
     """The single tensors of the base in the order in which they are made, but for those
     that a task makes at first."""
+    turns: tuple[str, ...] = ()
+    """For every task the unit that it belongs to; empty for what is of no unit."""
+    members: tuple[Member, ...] = ()
+    """Units of the rank in forward order."""
     ranks: tuple[int, ...] = ()
     """Ranks that run it; empty: all of the pipeline stage with the program's index."""
     host: Holdings = ()
@@ -100,7 +125,11 @@ class ProgramBuilder:
 
     def __init__(self, ranks: tuple[int, ...] = ()) -> None:
         self._ranks = ranks
+        self.turn = ""
+        """The unit whose turn it is; empty between units."""
         self._tasks: list[Task] = []
+        self._turns: list[str] = []
+        self._members: list[Member] = []
         self._base: list[tuple[str, int]] = []
         self._layout: list[tuple[str, int]] = []
         self._host: list[tuple[str, int]] = []
@@ -128,9 +157,14 @@ class ProgramBuilder:
         """Note what lies on the machine's disk through the whole step."""
         self._disk.append((kind, int(num_bytes)))
 
+    def join(self, member: Member) -> None:
+        """Note a unit of the rank; in forward order."""
+        self._members.append(member)
+
     def add(self, task: Task) -> int:
         """Append a task and return its index."""
         self._tasks.append(task)
+        self._turns.append(self.turn if task.unit is None else task.unit)
         return len(self._tasks) - 1
 
     def allocate(
@@ -140,6 +174,7 @@ class ProgramBuilder:
         label: str,
         sizes: Sequence[int] = (),
         pool: str = "compute",
+        unit: str | None = None,
     ) -> int:
         """Append a task that only allocates, or frees where bytes are negative.
 
@@ -149,6 +184,7 @@ class ProgramBuilder:
             label: For reports.
             sizes: Bytes of the single tensors, signed alike; empty: it is one.
             pool: The stream that is current.
+            unit: As for `Task`.
         """
         return self.add(
             Task(
@@ -156,6 +192,7 @@ class ProgramBuilder:
                 change=((kind, int(num_bytes)),),
                 tensors=single(kind, sizes) if sizes else (),
                 pool=pool,
+                unit=unit,
             )
         )
 
@@ -170,6 +207,8 @@ class ProgramBuilder:
             tasks=tuple(self._tasks),
             base=merge(tuple(self._base)),
             layout=tuple(self._layout),
+            turns=tuple(self._turns),
+            members=tuple(self._members),
             ranks=self._ranks,
             host=merge(tuple(self._host)),
             disk=merge(tuple(self._disk)),

@@ -115,6 +115,7 @@ class _Run:
                 holders=tuple((kind, count) for kind, count in ranked if count),
                 moment=task.label,
                 seconds=begin,
+                task=self._at,
             )
         for kind, count in task.change:
             self._held[kind] = self._held.get(kind, 0) + count

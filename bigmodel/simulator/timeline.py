@@ -30,6 +30,8 @@ class Peak:
     """Label of the task that was issued then."""
     seconds: float
     """When its stream started on it."""
+    task: int = -1
+    """Index of the task in its program; -1 between steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,14 @@ from bigmodel.reports.page import Comparison, render_page, save_page
 from bigmodel.reports.streams_chart import draw_streams
 from bigmodel.reports.tables import decision_report, estimate_report
 from bigmodel.search.decision import Decision
-from bigmodel.search.prediction import Estimate, RankMemory, Term
+from bigmodel.search.prediction import (
+    Estimate,
+    Interval,
+    Measure,
+    RankMemory,
+    Term,
+    UnitMemory,
+)
 from bigmodel.search.rejections import Rejected, group_rejected
 from bigmodel.simulator import Peak, Timeline
 from bigmodel.simulator.timeline import Span
@@ -70,6 +77,33 @@ def estimate(plan: Plan, total: int = 60, seconds: float = 1.5) -> Estimate:
             device_total=total * GIB - stage,
             moment="backward of layers.31",
             terms=terms,
+            intervals=(
+                Interval(
+                    low=(total - 5) * GIB,
+                    likely=(total - 3) * GIB - stage,
+                    high=(total - 2) * GIB,
+                ),
+                Interval(
+                    low=(total - 5) * GIB,
+                    likely=(total - 1) * GIB - stage,
+                    high=(total + 2) * GIB,
+                ),
+                Interval(
+                    low=(total - 2) * GIB,
+                    likely=total * GIB - stage,
+                    high=(total + 4) * GIB,
+                ),
+            ),
+            units=(
+                *(
+                    UnitMemory(unit=name, holders=(("weights", GIB // 2),))
+                    for name in plan.units[:30]
+                ),
+                UnitMemory(
+                    unit=plan.units[30],
+                    holders=(("activations", GIB), ("weights", GIB // 2)),
+                ),
+            ),
         )
         for stage in range(plan.mesh.pipeline)
     )
@@ -85,6 +119,32 @@ def estimate(plan: Plan, total: int = 60, seconds: float = 1.5) -> Estimate:
         tokens_per_second_per_gpu=12_345.6,
         mfu=0.417,
         timelines=tuple(timeline() for _ in ranks),
+        measures=(
+            Measure(
+                name="recompute <full>, all units",
+                plan=replace(plan, recompute=("full",) * len(plan.units)),
+                saved_allocated=11 * GIB,
+                saved_device_total=9 * GIB,
+                device_total=Interval(
+                    low=(total - 11) * GIB,
+                    likely=(total - 9) * GIB,
+                    high=(total - 5) * GIB,
+                ),
+                seconds=2 * seconds,
+                fits=True,
+            ),
+            Measure(
+                name="optimizer sgd-momentum",
+                plan=replace(plan, optimizer="sgd-momentum"),
+                saved_allocated=GIB,
+                saved_device_total=0,
+                device_total=Interval(
+                    low=total * GIB, likely=total * GIB, high=(total + 4) * GIB
+                ),
+                seconds=seconds,
+                fits=True,
+            ),
+        ),
     )
 
 
@@ -150,12 +210,14 @@ def test_tables_say_everything(decision):
         "57.00 GiB allocated",
         "59.00 GiB reserved",
         "60.00 GiB of 80.00 GiB",
-        "58.00 GiB to 64.00 GiB",
         "backward of layers.31",
         "8.03e9 x 2 B",
         "3.00 GiB too much",
     ):
         assert words in text
+    # Likely, at least, at most.
+    ends = r"device total +60\.00 GiB +58\.00 GiB +64\.00 GiB"
+    assert re.search(ends, text)
     # Every stage of a pipeline has a line.
     stages = decision.best.plan.mesh.pipeline
     assert bool(re.search(r"stage +ranks +allocated +reserved", text)) == (stages > 1)
@@ -226,8 +288,10 @@ def test_the_page_needs_nothing_else(decision, tmp_path):
     assert "&lt;stages&gt;" in page
     assert "prefers-color-scheme: dark" in page
     assert "@media print" in page
-    assert page.count('role="img"') == 3
-    assert page.count("<title id=") == 3
+    # Bars, streams, and the curve of every stage.
+    pictures = 2 + decision.plan.mesh.pipeline
+    assert page.count('role="img"') == pictures
+    assert page.count("<title id=") == pictures
 
 
 def test_the_pictures_are_well_formed(decision):
