@@ -29,7 +29,7 @@ from bigmodel.backends.walk import (
     weight_bytes,
 )
 from bigmodel.clusters import group
-from bigmodel.models import Gradient, Param
+from bigmodel.models import Gradient, Param, Shape
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Task
 from bigmodel.units import MIB
@@ -82,7 +82,7 @@ class Replica(AbstractPart):
         self._sent_before = False
         self._reductions: list[int] = []
         hold_weights(builder, plan, walk.steps)
-        hold_states(builder, plan, [p.shape for p in self._stepped])
+        hold_states(builder, plan, self.stepped)
         if self._bucketed:
             builder.hold(BUCKETS, self._elements * self._width, self._bucket_sizes())
             builder.hold(HOOK, self._hook.held)
@@ -150,14 +150,19 @@ class Replica(AbstractPart):
         self.step()
         self.drop_gradients()
 
-    def step(self) -> None:
-        """Write the optimizer's step."""
+    @property
+    def stepped(self) -> list[Shape]:
+        """Shapes of what this rank steps."""
+        return [param.shape for param in self._stepped]
+
+    def step(self, together: Sequence[Shape] = ()) -> None:
+        """Write the optimizer's step; see `stepping.step_task`."""
         builder, plan = self._builder, self._plan
         trained = [param.elements for param in self._trained]
         self._sums.finish(trained, in_bucket=not self._own_gradients)
         if self._sums.in_fp32 and self._bucketed:
             builder.allocate(GRADIENTS, -self._own_gradients, "drop half gradients")
-        builder.add(step_task(plan, self._costs, [p.shape for p in self._stepped]))
+        builder.add(step_task(plan, self._costs, self.stepped, together))
         if self._own < self._elements:
             builder.add(
                 Task(

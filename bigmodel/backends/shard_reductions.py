@@ -11,6 +11,7 @@ the other, if they have the reduce type already; else a group at a time, in fp32
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import final
 
@@ -26,6 +27,7 @@ from bigmodel.backends.walk import (
     weight_bytes,
 )
 from bigmodel.clusters import group
+from bigmodel.models import Shape
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder, Task
 from bigmodel.simulator.program import Stream
@@ -66,7 +68,6 @@ class Reductions:
         """Trained parameters that are left out of sharding."""
         self.shards = sum(unit.trained for unit in parts.groups) / self._ranks
         """Elements of trained shards on this rank."""
-        self._stepped = [(size,) for size in parts.stepped]
         self._reducing, self._reduced = 0, ""
         self._held = 0
         self._partial = False
@@ -141,8 +142,8 @@ class Reductions:
             )
         self._reducing = 0
 
-    def step(self) -> None:
-        """Write the optimizer's step."""
+    def step(self, shapes: Sequence[Shape], together: Sequence[Shape]) -> None:
+        """Write the optimizer's step over shards; see `stepping.step_task`."""
         if self.whole:
             size = self.whole * 4
             task = Task(
@@ -155,7 +156,7 @@ class Reductions:
         if self._offloads:
             self._step_on_host()
             return
-        self._builder.add(step_task(self._plan, self._costs, self._stepped))
+        self._builder.add(step_task(self._plan, self._costs, shapes, together))
 
     def drop_gradients(self) -> None:
         """Write the end of the gradients; on the host they have a fixed place."""

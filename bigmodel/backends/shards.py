@@ -28,7 +28,7 @@ from bigmodel.backends.walk import (
     Walk,
     hold_inputs,
 )
-from bigmodel.models import Gradient
+from bigmodel.models import Gradient, Shape
 from bigmodel.plans import Plan
 from bigmodel.simulator import Costs, ProgramBuilder
 
@@ -83,7 +83,7 @@ class Shards(AbstractPart):
             sizes = [4 * size // plan.mesh.shard for size in padded]
             sizes += [4 * param.elements for param in parts.whole]
             builder.hold(WEIGHTS, (shards + kept) * 4, sizes)
-            hold_states(builder, plan, [(size,) for size in parts.stepped])
+            hold_states(builder, plan, self.stepped)
         hold_inputs(builder, costs, plan, walk.steps, batch=batch)
 
     def forward(self, index: int) -> None:
@@ -123,9 +123,14 @@ class Shards(AbstractPart):
         self.step()
         self.drop_gradients()
 
-    def step(self) -> None:
-        """Write the optimizer's step."""
-        self._reductions.step()
+    @property
+    def stepped(self) -> list[Shape]:
+        """Shapes of what this rank steps, each a shard in one dimension."""
+        return [(size,) for size in self._parts.stepped]
+
+    def step(self, together: Sequence[Shape] = ()) -> None:
+        """Write the optimizer's step; see `stepping.step_task`."""
+        self._reductions.step(self.stepped, together)
 
     def drop_gradients(self) -> None:
         """Write the end of the gradients."""

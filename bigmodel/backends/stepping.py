@@ -53,21 +53,29 @@ def hold_states(builder: ProgramBuilder, plan: Plan, shapes: Sequence[Shape]) ->
     builder.hold(OPTIMIZER, sum(state_sizes(plan, shapes)), sizes=())
 
 
-def step_task(plan: Plan, costs: Costs, shapes: Sequence[Shape]) -> Task:
+def step_task(
+    plan: Plan,
+    costs: Costs,
+    shapes: Sequence[Shape],
+    together: Sequence[Shape] = (),
+) -> Task:
     """Return the step over these parameters.
 
     Args:
         plan: Names the optimizer.
         costs: Says which device.
         shapes: Of each parameter, in the step's order.
+        together: Of all that the optimizer steps at once, where these are some of them:
+            the stages of one rank share an optimizer.
     """
     sizes = [prod(shape) for shape in shapes]
+    all_sizes = [prod(shape) for shape in together] or sizes
     kind = costs.cluster.device.kind
     return Task(
         label="optimizer step",
         seconds=step_seconds(plan, costs, sum(sizes)),
-        surge=((STEP, step_surge(plan, costs, sizes)),),
-        tensors=_copies(plan, sizes, kind),
+        surge=((STEP, step_surge(plan, costs, all_sizes)),),
+        tensors=_copies(plan, all_sizes, kind),
         first=single(OPTIMIZER, state_sizes(plan, shapes)),
     )
 

@@ -102,18 +102,19 @@ def steps_of(
     # Where DeepSpeed replaces torch's `linear`.
     stage3 = plan.backend == "deepspeed" and plan.zero_stage == 3
     steps: list[Step] = []
-    tapes = "none"
+    fed = next((policies[p.path] for p in reversed(placed) if p.path in policies), "")
+    # What the last block's last product returned is kept until its backward.
+    tapes = "selective" if fed == "selective" else "none"
     for p in reversed(placed):
         tapes = policies.get(p.path, tapes)
-        key = tapes + INPUTS_KEPT
-        kept = stage3 and key in p.unit.phases
+        key = tapes + INPUTS_KEPT * stage3
         copies = tuple(param for param in p.unit.params if param.tied_to is not None)
         apart = tuple(param for param in copies if param.tied_to not in here)
         steps.append(
             Step(
                 placed=p,
                 policy=policies.get(p.path, "none"),
-                tapes=key if kept else tapes,
+                tapes=key if key in p.unit.phases else tapes,
                 owned=(
                     *p.unit.owned(),
                     *(param for param in apart if param.tied_to not in there),

@@ -110,7 +110,7 @@ def first_difference(
         if what:
             found.append((name, what))
 
-    with statistics_kept(block):
+    with statistics_kept(block), _no_cached_casts():
         _run(block, forward, args, kwargs, keep)
         _run(block, forward, args, kwargs, compare)
     for buffer, before in kept:
@@ -119,6 +119,21 @@ def first_difference(
     if not found and ran != len(first):
         return "", f"{len(first)} modules ran at first, and then {ran}"
     return found[0] if found else None
+
+
+@contextmanager
+def _no_cached_casts() -> Iterator[None]:
+    """Leave autocast's cache of weights as it is: the real forward is to make its own.
+
+    A forward that finds casts there runs fewer operators than the one in the backward,
+    which policy `selective` does not allow.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _run(

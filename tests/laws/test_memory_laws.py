@@ -82,7 +82,7 @@ def test_a_step_leaves_no_byte_behind(specs, cluster_of, model, precision):
     for world in (2, 4):
         costs = Costs(spec, cluster_of(world))
         for name, plan in plans_of(spec, world).items():
-            for policy in ("none", "full"):
+            for policy in ("none", "selective", "full"):
                 policies = (policy,) * len(spec.units)
                 chosen = replace(plan, recompute=policies)
                 programs = BACKENDS.get(plan.backend).programs(chosen, costs, 2)

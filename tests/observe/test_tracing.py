@@ -149,7 +149,7 @@ def test_blocks_that_cannot_stand_for_each_other_are_all_traced():
     assert spec.flops_per_sample == 2 * 4 * 4 * (3 * 8 - 1)
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
 def test_all_that_is_allocated_but_gradients_is_freed(policy):
     spec = bigmodel.trace(LossNet(6), PAIR, precision="bf16")
     left = {}

@@ -82,8 +82,9 @@ class _RankProgram:
         stages = self._stages.values()
         for stage in stages:
             stage.end_schedule()
+        together = [shape for stage in stages for shape in stage.part.stepped]
         for stage in stages:
-            stage.part.step()
+            stage.part.step(together)
         for stage in stages:
             stage.part.drop_gradients()
             stage.end_step()
