@@ -27,6 +27,9 @@ def draw_memory_chart(timeline: Timeline) -> Text | None:
     columns = thin(timeline, WIDTH)
     if not columns:
         return None
+    # A short step is drawn with broad columns.
+    breadth = WIDTH // len(columns)
+    columns = tuple(column for column in columns for _ in range(breadth))
     peak = highest(columns)
     top = columns[peak].live or 1
     eighths = [round(8 * HEIGHT * column.live / top) for column in columns]

@@ -91,13 +91,15 @@ def _measured(name: str, plan: Plan, before: Estimate, costs: Costs) -> Measure:
 
 
 def _recomputing(plan: Plan, costs: Costs) -> Iterator[Change]:
-    """Yield every other policy for all units, and `full` for every second one."""
+    """Yield every policy that keeps less, and `full` for every second unit."""
     count = len(plan.units)
+    keeps_most = min(
+        map(RECOMPUTE_POLICIES.index, plan.recompute or ("none",)), default=0
+    )
     half = tuple("full" if index % 2 else "none" for index in range(count))
     choices = [
         (f"recompute {policy}, all units", (policy,) * count)
-        for policy in RECOMPUTE_POLICIES
-        if policy != "none"
+        for policy in RECOMPUTE_POLICIES[keeps_most + 1 :]
     ]
     if not any(policy != "none" for policy in plan.recompute):
         choices.insert(0, ("recompute full, every second unit", half))

@@ -7,10 +7,12 @@ from dataclasses import replace
 from math import ceil
 
 from bigmodel.plans import Plan
+from bigmodel.search.measures import find_measures
 from bigmodel.search.predicting import predict
 from bigmodel.search.prediction import Estimate
+from bigmodel.search.rules import violations
 from bigmodel.simulator import Costs
-from bigmodel.units import format_bytes
+from bigmodel.units import format_bytes, format_seconds
 
 _LARGEST_FACTOR = 256
 
@@ -46,23 +48,44 @@ def _cures(closest: Estimate, costs: Costs) -> list[str]:
     plan, found = closest.plan, []
     need = ceil(closest.high / 2**30)
     found.append(f"devices with at least {need} GiB each")
-    for change, words in _smaller(plan):
-        estimate = predict(change, costs, spans=False)
-        if estimate.fits:
-            found.append(f"{words}: {format_bytes(estimate.high)}")
+    found += _measures(closest, costs)
+    found += _smaller_batch(plan, costs)
     found += _more_devices(plan, costs)
     found.append("a shorter sequence, or a smaller model")
     return found
 
 
-def _smaller(plan: Plan):
-    if plan.micro_batch > 1:
-        yield (
-            replace(plan, micro_batch=1, accumulation=1),
-            f"a global batch of {plan.mesh.data_parallel} (micro-batch 1)",
-        )
-    if plan.optimizer != "sgd":
-        yield replace(plan, optimizer="sgd"), "optimizer sgd, which keeps no states"
+def _measures(closest: Estimate, costs: Costs) -> list[str]:
+    """Return the changes of the closest plan that make it fit, or the best of them."""
+    saving = [
+        measure
+        for measure in find_measures(closest, costs)
+        if measure.saved_device_total > 0
+    ]
+    fitting = [measure for measure in saving if measure.fits]
+    return [
+        f"{measure.name}: {format_bytes(measure.device_total.high)}, "
+        f"{format_seconds(measure.seconds)} a step in place of "
+        f"{format_seconds(closest.seconds)}"
+        for measure in fitting
+    ] or [
+        f"not by itself, but most of all single changes: {measure.name} saves "
+        f"{format_bytes(measure.saved_device_total)}"
+        for measure in saving[:1]
+    ]
+
+
+def _smaller_batch(plan: Plan, costs: Costs) -> list[str]:
+    if plan.local_batch == 1:
+        return []
+    least = replace(plan, micro_batch=1, accumulation=1)
+    if any(violations(least, costs.model, costs.cluster)):
+        return []
+    estimate = predict(least, costs, spans=False)
+    if not estimate.fits:
+        return []
+    batch = plan.mesh.data_parallel
+    return [f"a global batch of {batch} (micro-batch 1): {format_bytes(estimate.high)}"]
 
 
 def _more_devices(plan: Plan, costs: Costs) -> list[str]:

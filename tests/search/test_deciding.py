@@ -16,9 +16,10 @@ from bigmodel.errors import InvalidPlanError, NothingFitsError, UnknownNameError
 from bigmodel.models import ModelSpec
 from bigmodel.search import decide, predict
 from bigmodel.search.rules import violations
+from bigmodel.search.shortfall import explain_shortfall
 from bigmodel.search.space import Request, enumerate_plans
 from bigmodel.simulator import Costs
-from bigmodel.units import MIB
+from bigmodel.units import MIB, format_bytes
 
 
 def make_model() -> nn.Module:
@@ -97,6 +98,29 @@ def test_nothing_fits_says_by_how_much_where_when_what_and_the_cure(spec):
     for words in ("too much", "rank", "at the peak", "weights", "would make it fit"):
         assert words in text
     assert caught.value.exit_code == 3
+
+
+def test_what_would_make_it_fit_was_simulated(spec):
+    table = cluster(2, 2000 * MIB)
+    (plan,) = (
+        entry
+        for entry in enumerate_plans(
+            Costs(spec, table),
+            Request(
+                global_batch=2, optimizer="adamw", precision="bf16", backends=("ddp",)
+            ),
+        )
+        if not entry.zero_stage and not entry.recompute
+    )
+    whole = predict(plan, Costs(spec, table))
+    lean = predict(replace(plan, optimizer="sgd"), Costs(spec, table))
+    assert lean.high < whole.high
+    where = cluster(2, (lean.high + whole.high) // 2)
+    text = explain_shortfall([predict(plan, Costs(spec, where))], Costs(spec, where))
+    assert f"optimizer sgd: {format_bytes(lean.high)}" in text
+    where = cluster(2, 300 * MIB)
+    text = explain_shortfall([predict(plan, Costs(spec, where))], Costs(spec, where))
+    assert "not by itself, but most of all single changes: " in text
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does(spec):
