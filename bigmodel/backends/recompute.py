@@ -11,21 +11,28 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from bigmodel.plans import Plan
 
-_aten: Any = torch.ops.aten
-KEPT_OPERATORS = [
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.convolution.default,
-    _aten._grouped_mm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-]
+KEPT_OPERATORS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::convolution",
+        "aten::_grouped_mm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        # Registered by transformers; a trace runs it in place of `_grouped_mm`.
+        "transformers::grouped_mm_fallback",
+    }
+)
 """What policy `selective` keeps the outputs of: operators that compute much for each
 byte that they return. A product of two activations (`bmm`) is not one: attention
 without a kernel of its own would keep its whole matrix of scores."""
@@ -96,8 +103,18 @@ def contexts(
     """Return what surrounds a block's forward, and the one in the backward."""
     if policy == "full":
         return nullcontext(), statistics_kept(block)
-    first, again = create_selective_checkpoint_contexts(KEPT_OPERATORS)
+    first, again = create_selective_checkpoint_contexts(_kept_or_not)
     return first, _both(again, statistics_kept(block))
+
+
+def _kept_or_not(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    kept = _is_kept(operator)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _is_kept(operator: Any) -> bool:
+    return operator.name() in KEPT_OPERATORS
 
 
 @contextmanager

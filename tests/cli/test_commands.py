@@ -155,7 +155,8 @@ def test_nothing_fits_is_3_and_says_what_would_help(config, tmp_path):
         (
             ("estimate", "gpt2", "--backend", "ddp", "--micro-batch", "0",
              "--accumulation", "-1", "--recompute", "some"),
-            ("--micro-batch is 0", "--accumulation is -1", "known: none, full"),
+            ("--micro-batch is 0", "--accumulation is -1",
+             "known: none, selective, full"),
         ),
         (
             ("estimate", "gpt2", "--cluster", "2xA100-40GB", "--plan", "none.json"),
