@@ -90,11 +90,11 @@ def test_ac_05_recompute_under_autocast():
     torch.manual_seed(0)
     x = torch.randn(4, 8)
     gradients = []
-    for recompute in (False, True):
+    for recomputed in (False, True):
         torch.manual_seed(1)
         layer = nn.Linear(8, 8)
         block = Twice(layer)
-        if recompute:
+        if recomputed:
             recompute(block, "full")
         with torch.autocast("cpu", torch.bfloat16):
             loss = block(x).float().square().mean()
