@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import bigmodel
+from bigmodel.backends.recompute import recompute
 from bigmodel.errors import OutOfMemoryError, UsageError
 from bigmodel.plans import Mesh, Plan, Stages
 from bigmodel.running.random_state import seed_of_rank
