@@ -72,8 +72,8 @@ def test_ac_03_plain_blocks_pass_and_are_left_as_they_were():
     )
     units = tuple("0123")
     results = []
-    for recompute in ((), ("full",) * 4):
-        plan = Plan(backend="ddp", micro_batch=8, units=units, recompute=recompute)
+    for policies in ((), ("full",) * 4):
+        plan = Plan(backend="ddp", micro_batch=8, units=units, recompute=policies)
         with prepare(plan, copy.deepcopy(plain), torch.optim.SGD, square) as engine:
             for _ in range(2):
                 engine.step(torch.ones(8, 4) * torch.arange(8)[:, None])
