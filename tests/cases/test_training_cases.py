@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import bigmodel
+from bigmodel.backends.recompute import recompute
 from bigmodel.errors import OutOfMemoryError, UsageError
 from bigmodel.plans import Mesh, Plan, Stages
 from bigmodel.running.random_state import seed_of_rank
@@ -71,8 +72,8 @@ def test_ac_03_plain_blocks_pass_and_are_left_as_they_were():
     )
     units = tuple("0123")
     results = []
-    for recompute in ((), ("full",) * 4):
-        plan = Plan(backend="ddp", micro_batch=8, units=units, recompute=recompute)
+    for policies in ((), ("full",) * 4):
+        plan = Plan(backend="ddp", micro_batch=8, units=units, recompute=policies)
         with prepare(plan, copy.deepcopy(plain), torch.optim.SGD, square) as engine:
             for _ in range(2):
                 engine.step(torch.ones(8, 4) * torch.arange(8)[:, None])
@@ -90,11 +91,11 @@ def test_ac_05_recompute_under_autocast():
     torch.manual_seed(0)
     x = torch.randn(4, 8)
     gradients = []
-    for recompute in (False, True):
+    for recomputed in (False, True):
         torch.manual_seed(1)
         layer = nn.Linear(8, 8)
         block = Twice(layer)
-        if recompute:
+        if recomputed:
             recompute(block, "full")
         with torch.autocast("cpu", torch.bfloat16):
             loss = block(x).float().square().mean()

@@ -276,7 +276,7 @@ def test_horovodrun_is_told_the_fusion_buffer(tmp_path) -> None:
             replace(FSDP2, recompute=("full", "none")),
             "trainer",
             (),
-            ("all blocks or none",),
+            ("all blocks in full, or none",),
         ),
         (
             replace(FSDP2, mesh=Mesh(replicate=2, shard=2)),

@@ -116,9 +116,10 @@ def test_the_first_device_holds_more_than_the_others() -> None:
     assert first.allocated - others.allocated > 8 * elements
 
 
-def test_copies_recompute_with_their_own_weights() -> None:
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_copies_recompute_with_their_own_weights(policy: str) -> None:
     block = nn.Sequential(nn.Linear(3, 3, bias=False))
-    recompute_in_copies(block)
+    recompute_in_copies(block, policy)
     copy = block._replicate_for_data_parallel()
     inner = nn.Linear(3, 3, bias=False)
     copy._modules = {"0": inner}
