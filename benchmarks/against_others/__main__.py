@@ -16,10 +16,8 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
-import bigmodel
 from benchmarks.against_others.accelerate_estimator import ACCELERATE
 from benchmarks.against_others.bigmodel_estimator import BIGMODEL
 from benchmarks.against_others.comparison import (
@@ -42,6 +40,7 @@ from benchmarks.against_others.table import (
 from benchmarks.against_others.textbook import TEXTBOOK, TEXTBOOK_FLASH
 from benchmarks.against_others.torch_trackers import TORCH_FAKE, TORCH_REAL
 from benchmarks.memory_accuracy.__main__ import measure
+from benchmarks.versions import versions
 
 TOOLS: tuple[Estimator, ...] = (
     BIGMODEL,
@@ -101,10 +100,7 @@ def _document(rows: Sequence[Row], lines: Sequence[str]) -> dict:
         "what": "peak of allocated bytes of a steady step, by several estimators",
         "date": str(date.today()),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "versions": {
-            "bigmodel": bigmodel.__version__,
-            **{name: version(name) for name in LIBRARIES},
-        },
+        "versions": versions(LIBRARIES),
         "tools": list(lines),
         "summary": {
             tool.name: {

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 import bigmodel
 from benchmarks.memory_accuracy import cases as matrix
+from benchmarks.versions import versions
 from bigmodel.clusters import Cluster, Device, Link, Node
 from bigmodel.plans import Precision
 from bigmodel.search import predict
@@ -176,13 +176,12 @@ def show(rows: list[Row]) -> None:
 
 
 def save(rows: list[Row], folder: Path) -> None:
-    versions = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
     document = {
         "what": "peak of allocated bytes of a steady step, predicted and measured",
         "date": str(date.today()),
         "machine": machine,
-        "versions": {"bigmodel": bigmodel.__version__, **versions},
+        "versions": versions(("torch", "deepspeed", "transformers")),
         "summary": summary(rows),
         "rows": [{**asdict(row), "error": row.error} for row in rows],
     }

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ import torch
 import bigmodel
 from benchmarks.memory_accuracy.one_device_cases import Case, Scale, cases
 from benchmarks.memory_accuracy.one_device_run import run_case
+from benchmarks.versions import versions
 from bigmodel.clusters import Cluster
 from bigmodel.errors import MissingDependencyError
 from bigmodel.observe.probe import match_device, probe_cluster
@@ -83,7 +83,11 @@ class Record:
                 "kind": device.kind,
                 "bytes": device.memory,
             },
-            "versions": _versions(),
+            "versions": {
+                "python": platform.python_version(),
+                "cuda": torch.version.cuda,
+                **versions(("torch", "transformers", "nvidia-ml-py")),
+            },
             "minutes": self.minutes,
             "rows": self.rows,
             "left_out": self.left_out,
@@ -177,20 +181,6 @@ def this_machine() -> Cluster:
         named = bigmodel.cluster(f"1x{row.device.name}")
         device = replace(row.device, memory=known.total_memory)
         return replace(named, node=replace(named.node, device=device))
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {
-        "bigmodel": bigmodel.__version__,
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda,
-    }
-    for name in ("torch", "transformers", "nvidia-ml-py"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def main() -> None:

@@ -6,9 +6,8 @@ which gathers, copies out and reduces as with many ranks but sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,14 +20,6 @@ Scale = Literal["real", "tiny"]
 Name = Literal["gpt2", "llama"]
 
 _CPU = Offload(parameters="cpu", optimizer="cpu")
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-4),
-    "adamw-fused": partial(torch.optim.AdamW, lr=1e-4, fused=True),
-    "adafactor": partial(torch.optim.Adafactor, lr=1e-4),
-    "sgd": partial(torch.optim.SGD, lr=1e-4),
-    "sgd-momentum": partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
-}
-"""By name in the table of optimizers; on a GPU torch's AdamW is the foreach one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,12 @@ import torch
 
 import bigmodel
 from benchmarks.memory_accuracy.one_device_cases import (
-    OPTIMIZERS,
     Case,
     Scale,
     make_batch,
     make_model,
 )
+from benchmarks.memory_accuracy.optimizers import OPTIMIZERS
 from bigmodel.clusters import Cluster
 from bigmodel.plans import Plan
 from bigmodel.running.environment import visible_devices
@@ -81,7 +81,7 @@ def _predicted(estimate: Estimate) -> dict[str, Any]:
 
 def _engine(case: Case, scale: Scale, plan: Plan) -> Engine:
     make = partial(make_model, case.model, scale)
-    return prepare(plan, make, OPTIMIZERS[case.optimizer])
+    return prepare(plan, make, partial(OPTIMIZERS[case.optimizer], lr=1e-4))
 
 
 def _measure_on_cpu(case: Case, scale: Scale, plan: Plan) -> dict[str, Any]:

@@ -12,21 +12,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.memory_accuracy import cases as matrix
+from benchmarks.memory_accuracy.optimizers import OPTIMIZERS
 from bigmodel.running.measuring import measure_memory
 from bigmodel.running.session import Engine, prepare
-
-OPTIMIZERS = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-3),
-    "adamw-foreach": partial(torch.optim.AdamW, lr=1e-3, foreach=True),
-    "adamw-fused": partial(torch.optim.AdamW, lr=1e-3, fused=True),
-    "sgd-momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
-    "adafactor": partial(torch.optim.Adafactor, lr=1e-3),
-}
 
 
 def make(case: matrix.Case) -> Engine:
     model, _, loss = matrix.MODELS[case.model]
-    return prepare(case.plan, model, OPTIMIZERS[case.plan.optimizer], loss)
+    optimizer = partial(OPTIMIZERS[case.plan.optimizer], lr=1e-3)
+    return prepare(case.plan, model, optimizer, loss)
 
 
 def main() -> None:
