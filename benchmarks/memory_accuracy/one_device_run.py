@@ -65,13 +65,10 @@ def _run(case: Case, scale: Scale, cluster: Cluster) -> dict[str, Any]:
 
 def _predicted(estimate: Estimate) -> dict[str, Any]:
     rank = estimate.fullest
-    names = ("allocated", "reserved", "device_total")
-    ends = zip(names, rank.intervals, strict=True)
     return {
-        **{name: interval.likely for name, interval in ends},
+        **{name: interval.likely for name, interval in rank.numbers.items()},
         "intervals": {
-            name: interval.to_dict()
-            for name, interval in zip(names, rank.intervals, strict=True)
+            name: interval.to_dict() for name, interval in rank.numbers.items()
         },
         "moment": rank.moment,
         "terms": {term.name: term.num_bytes for term in rank.terms},

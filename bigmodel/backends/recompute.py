@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from bigmodel.plans import Plan
+from bigmodel.plans.training_plan import RECOMPUTE_POLICIES
 
 KEPT_OPERATORS = frozenset(
     {
@@ -92,7 +93,8 @@ def recompute(
 
 RECOMPUTES: dict[str, Callable[[nn.Module], None]] = {
     policy: functools.partial(recompute, policy=policy)
-    for policy in ("selective", "full")
+    for policy in RECOMPUTE_POLICIES
+    if policy != "none"
 }
 """By policy, lets a block recompute."""
 
@@ -121,9 +123,7 @@ def _is_kept(operator: Any) -> bool:
 def _both(
     one: AbstractContextManager[Any], other: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(one)
-        stack.enter_context(other)
+    with one, other:
         yield
 
 

@@ -68,7 +68,7 @@ class Reductions:
         """Trained parameters that are left out of sharding."""
         self.shards = sum(unit.trained for unit in parts.groups) / self._ranks
         """Elements of trained shards on this rank."""
-        self._reducing, self._reduced = 0, ""
+        self._reducing: ShardGroup | None = None
         self._held = 0
         self._partial = False
         self._accumulated: set[str] = set()
@@ -116,7 +116,7 @@ class Reductions:
         width = self._reduce_width if added else self._width
         self._accumulated.discard(unit.label)
         self._drop(unit, width, f"copied gradients {unit.label}")
-        self._reducing, self._reduced = size, unit.label
+        self._reducing = unit
         self._tasks.append(self._reduce_scatter(unit, size, computed, last))
 
     def end_backward(self, *, last: bool, reduced: bool) -> None:
@@ -133,14 +133,13 @@ class Reductions:
 
     def free_input(self) -> None:
         """Free the input of the reduce-scatter before."""
-        if self._reducing:
+        unit = self._reducing
+        if unit is not None:
+            size = unit.trained * self._reduce_width
             self._builder.allocate(
-                BUCKETS,
-                -self._reducing,
-                "free reduce-scatter input",
-                unit=self._reduced,
+                BUCKETS, -size, "free reduce-scatter input", unit=unit.label
             )
-        self._reducing = 0
+        self._reducing = None
 
     def step(self, shapes: Sequence[Shape], together: Sequence[Shape]) -> None:
         """Write the optimizer's step over shards; see `stepping.step_task`."""

@@ -19,5 +19,5 @@ def render_estimate_page(
     Raises:
         UsageError: The plan has no such rank.
     """
-    shown = estimate.fullest if rank is None else estimate.of_rank(rank)
+    shown = estimate.of_rank(rank)
     return render("estimate.html", estimate, shown, title=title)

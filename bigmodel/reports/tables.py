@@ -67,7 +67,7 @@ def estimate_report(estimate: Estimate, rank: int | None = None) -> RenderableTy
     Raises:
         UsageError: The plan has no such rank.
     """
-    shown = estimate.fullest if rank is None else estimate.of_rank(rank)
+    shown = estimate.of_rank(rank)
     parts = [estimate_summary(estimate, rank)]
     timeline = estimate.timeline_of(shown)
     chart = draw_memory_chart(timeline) if timeline else None
@@ -91,7 +91,7 @@ def estimate_summary(estimate: Estimate, rank: int | None = None) -> RenderableT
     Raises:
         UsageError: The plan has no such rank.
     """
-    shown = estimate.fullest if rank is None else estimate.of_rank(rank)
+    shown = estimate.of_rank(rank)
     whose = _whose(estimate, shown, rank)
     return Group(
         Text(estimate.plan.describe(), style="bold"),
@@ -181,10 +181,9 @@ def _numbers_table(rank: RankMemory) -> Table:
     table = _table("", "likely", "at least", "at most")
     for column in table.columns[1:]:
         column.justify = "right"
-    names = ("allocated", "reserved", "device total")
-    for name, interval in zip(names, rank.intervals, strict=True):
+    for name, interval in rank.numbers.items():
         ends = (interval.likely, interval.low, interval.high)
-        _row(table, name, *map(format_bytes, ends))
+        _row(table, name.replace("_", " "), *map(format_bytes, ends))
     return table
 
 

@@ -79,9 +79,14 @@ class RankMemory:
     disk: int = 0
     """Bytes that the plan keeps on the machine's disk for this rank."""
 
+    @property
+    def numbers(self) -> dict[str, Interval]:
+        """`intervals` by the number that each is of."""
+        names = ("allocated", "reserved", "device_total")
+        return dict(zip(names, self.intervals, strict=True))
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        names = ("allocated", "reserved", "device_total")
         return {
             "stage": self.stage,
             "ranks": list(self.ranks),
@@ -89,8 +94,7 @@ class RankMemory:
             "peak_reserved_bytes": self.reserved,
             "device_total_bytes": self.device_total,
             "intervals": {
-                name: interval.to_dict()
-                for name, interval in zip(names, self.intervals, strict=True)
+                name: interval.to_dict() for name, interval in self.numbers.items()
             },
             "host_bytes": self.host,
             "disk_bytes": self.disk,
@@ -174,12 +178,14 @@ class Estimate:
         """The rank with the largest device total."""
         return max(self.ranks, key=lambda rank: rank.device_total)
 
-    def of_rank(self, rank: int) -> RankMemory:
-        """Return the memory of one rank.
+    def of_rank(self, rank: int | None) -> RankMemory:
+        """Return the memory of one rank; None: of the fullest.
 
         Raises:
             UsageError: The plan has no such rank.
         """
+        if rank is None:
+            return self.fullest
         for entry in self.ranks:
             if rank in entry.ranks:
                 return entry
