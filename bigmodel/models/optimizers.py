@@ -6,7 +6,7 @@ the step is asked for, parameters on CUDA take the foreach one, those on CPUs a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -43,6 +43,10 @@ class OptimizerRow:
             elements = prod(shape)
             return [elements // shape[-1], elements // shape[-2]]
         return [prod(shape)] * self.states
+
+    def kept_elements(self, shapes: Iterable[Shape]) -> int:
+        """Return the elements of all states of parameters of these shapes."""
+        return sum(sum(self.state_elements(shape)) for shape in shapes)
 
     def copied_at_once(self, kind: str) -> int:
         """Return how many copies of all parameters a step on a kind of device holds."""

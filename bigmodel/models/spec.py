@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
+from bigmodel.models.optimizers import Shape
 from bigmodel.models.tape import Tape
 
 DTYPE_BYTES = {
@@ -181,6 +182,16 @@ class ModelSpec:
     def elements(self) -> int:
         """Number of parameters, tied ones once."""
         return sum(placed.unit.elements for placed in self.sequence)
+
+    @cached_property
+    def trained_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of the trainable parameters, tied ones once."""
+        return tuple(
+            param.shape
+            for placed in self.sequence
+            for param in placed.unit.owned()
+            if param.trainable
+        )
 
     @cached_property
     def trainable_elements(self) -> int:

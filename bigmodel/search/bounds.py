@@ -13,6 +13,7 @@ class Bounds:
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self._seconds: dict[tuple, float] = {}
+        self._states: dict[str, int] = {}
 
     def seconds(self, plan: Plan) -> float:
         """Return the seconds that computing alone takes.
@@ -41,7 +42,7 @@ class Bounds:
         """Return the bytes of weights and optimizer states on the average rank."""
         model = self._costs.model
         width = plan.number_format.weight_bytes
-        states = OPTIMIZERS.get(plan.optimizer).states * 4 * model.trainable_elements
+        states = self._state_bytes(plan.optimizer)
         masters = 4 * model.trainable_elements if width == 2 else 0
         weights = width * model.elements
         shard, stages = plan.mesh.shard, plan.mesh.pipeline
@@ -56,6 +57,12 @@ class Bounds:
         if shard > 1:
             return int((4 * model.elements + states) / shard / stages)
         return int((weights + masters + states) / stages)
+
+    def _state_bytes(self, optimizer: str) -> int:
+        if optimizer not in self._states:
+            row, shapes = OPTIMIZERS.get(optimizer), self._costs.model.trained_shapes
+            self._states[optimizer] = 4 * row.kept_elements(shapes)
+        return self._states[optimizer]
 
     def _unit(self, plan: Plan, index: int) -> float:
         unit = self._costs.model.blocks[index]

@@ -14,7 +14,7 @@ from typing import Any
 
 from bigmodel.backends.catalog import BACKENDS
 from bigmodel.errors import InvalidPlanError
-from bigmodel.models import OPTIMIZERS, OptimizerRow
+from bigmodel.models import OPTIMIZERS
 from bigmodel.plans import Plan, Precision
 from bigmodel.plans.training_plan import RECOMPUTE_POLICIES
 from bigmodel.search.predicting import predict
@@ -209,15 +209,10 @@ def _offloading(plan: Plan, costs: Costs) -> Iterator[Change]:
 
 def _leaner_optimizer(plan: Plan, costs: Costs) -> Iterator[Change]:
     """Yield optimizers that keep fewer states."""
-    owned = (p for placed in costs.model.sequence for p in placed.unit.owned())
-    shapes = [param.shape for param in owned if param.trainable]
-
-    def states(row: OptimizerRow) -> int:
-        return sum(sum(row.state_elements(shape)) for shape in shapes)
-
-    most = states(OPTIMIZERS.get(plan.optimizer))
+    shapes = costs.model.trained_shapes
+    most = OPTIMIZERS.get(plan.optimizer).kept_elements(shapes)
     for name, row in OPTIMIZERS:
-        if states(row) < most:
+        if row.kept_elements(shapes) < most:
             for changed in _accepted(plan, costs, optimizer=name):
                 yield f"optimizer {name}", changed
 

@@ -16,13 +16,16 @@ def because(holder: str, plan: Plan, model: ModelSpec) -> str:
     sharded = plan.mesh.shard > 1
     shards = f" / {plan.mesh.shard} shards" if sharded else ""
     whole = plan.zero_stage in (1, 2)
-    states = OPTIMIZERS.get(plan.optimizer).states
+    row = OPTIMIZERS.get(plan.optimizer)
+    states = f"{trained} params x {row.states} states x 4 B{shards}"
+    if row.factored:
+        states = f"rows and columns of the matrices of {trained} params, 4 B each"
     kept = 4 if sharded and plan.backend != "deepspeed" else width
     micro = f"micro-batch of {plan.micro_batch}"
     words = {
         "weights": f"{weights} params x {kept} B{'' if whole else shards}",
         "fp32 master weights": f"{trained} params x 4 B{shards}",
-        "optimizer states": f"{trained} params x {states} states x 4 B{shards}",
+        "optimizer states": states,
         "gradients": f"of {trained} trained params, as far as they are complete",
         "activations": f"kept for backward, {micro}, "
         f"{plan.recomputed} of {len(plan.units)} units recomputed",
